@@ -49,6 +49,14 @@ class Code(IntEnum):
     INTERNAL = 900
 
 
+def known_code(number: int) -> Code:
+    """The code with this number; INTERNAL for one that this version does not know."""
+    return Code(number) if number in _NUMBERS else Code.INTERNAL
+
+
+_NUMBERS = frozenset(int(code) for code in Code)
+
+
 class OffloadError(Exception):
     """A refusal or failure with its wire code. `str(error)` is one sentence: what, where, how much, what to do."""
 

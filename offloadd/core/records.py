@@ -78,7 +78,7 @@ class TileKey(NamedTuple):
     """A tile: daemon-wide shard number and index within the shard."""
 
     shard: int
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nothing here needs
 
 
 class Span(NamedTuple):

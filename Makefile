@@ -1,0 +1,48 @@
+# Two commands matter: `make demo` and `make test`. Each sets everything up by itself.
+PY      ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := .make/setup
+NATIVE  := $(wildcard native/src/*.cc native/src/*.h native/CMakeLists.txt)
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: setup demo test test-all check bench proto fmt clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+	$(PY) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[trainer,demo,dev]'
+	@mkdir -p .make && touch $@
+
+demo: setup
+	$(BIN)/python -m tests.demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not full"
+
+test-all: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	$(BIN)/python tools/stubs.py --check
+	$(BIN)/clang-format --dry-run --Werror native/src/*
+
+bench: setup
+	$(BIN)/python -m tests.bench
+
+proto: setup
+	$(BIN)/python tools/stubs.py
+
+fmt: setup
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(BIN)/clang-format -i native/src/*
+
+clean:
+	rm -rf $(VENV) .make build demo-out bench-out

@@ -1,0 +1,1 @@
+"""Generated from proto/ by tools/stubs.py; do not edit."""
