@@ -1,0 +1,107 @@
+"""Start a private daemon for one job, where no endpoint was given.
+
+The daemon gets a session of its own (setsid) and no parent-death signal: it ends by itself a grace period after its
+last session, so it outlives the rank that started it exactly as long as other ranks need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offloadd.core.errors import Code, OffloadError
+
+_LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateDaemon:
+    """A daemon that this process started."""
+
+    endpoint: str
+    pid: int
+    directory: str
+
+
+def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_s: float = 60.0) -> PrivateDaemon:
+    """Start a daemon and wait until it is ready. `settings` maps 'section.field' to a value.
+    OffloadError with the daemon's own sentence if it refuses to start."""
+    directory = tempfile.mkdtemp(prefix="offloadd-", dir=os.environ.get("XDG_RUNTIME_DIR") or None)
+    socket_path = os.path.join(directory, "offloadd.sock")
+    log_path = os.path.join(directory, "log")
+    ready_read, ready_write = os.pipe()
+    flags = {
+        "control.socket": socket_path,
+        "lifetime.private": "true",
+        "swap.paths": ":".join(paths),
+        "telemetry.listen": "none",
+        **settings,
+    }
+    command = [sys.executable, "-m", "offloadd", "serve", f"--ready-fd={ready_write}", f"--log-file={log_path}"]
+    command += [f"--{key}={value}" for key, value in flags.items()]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("OFFLOADD_")}
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(ready_write,),
+            env=environment,
+            cwd="/",
+        )
+    finally:
+        os.close(ready_write)
+    try:
+        _await_ready(process, ready_read, timeout_s, log_path)
+    except OffloadError:
+        _remove(directory)
+        raise
+    finally:
+        os.close(ready_read)
+    return PrivateDaemon(f"unix://{socket_path}", process.pid, directory)
+
+
+def _await_ready(process: subprocess.Popen[bytes], descriptor: int, timeout_s: float, log_path: str) -> None:
+    """The daemon writes 'READY\\n', or closes the pipe without it when it gives up."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not select.select([descriptor], [], [], remaining)[0]:
+            process.kill()
+            process.wait(10)
+            raise OffloadError(
+                Code.TIMED_OUT, f"the private daemon was not ready within {timeout_s:g} s: {_last_line(log_path)}"
+            )
+        data = os.read(descriptor, 16)
+        if data.startswith(b"READY"):
+            return
+        if not data:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            raise OffloadError(Code.UNAVAILABLE, f"the private daemon did not start: {_last_line(log_path)}")
+
+
+def _last_line(log_path: str) -> str:
+    """The daemon's last word: its error is one sentence, logged last."""
+    try:
+        text = Path(log_path).read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+    except OSError:
+        text = ""
+    return text.splitlines()[-1] if text else "it left no message"
+
+
+def _remove(directory: str) -> None:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(directory):
+            os.unlink(entry.path)
+        os.rmdir(directory)

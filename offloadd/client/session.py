@@ -1,0 +1,353 @@
+"""A rank's session: register shards, fetch and store tiles, from any of the rank's threads.
+
+Whoever waits first reaps for all (leader and followers), so that no thread of its own is needed and a wake-up goes
+straight to the waiting thread. Every wait has a deadline; a dead daemon is an error, not a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from offloadd.client.channel import Buffer, Channel, RingChannel, StreamChannel
+from offloadd.client.control import ControlClient
+from offloadd.client.endpoint import parse
+from offloadd.client.failure import explain
+from offloadd.client.lease import Lease, LeaseBook, Slot
+from offloadd.core.errors import Code, OffloadError
+from offloadd.core.records import Mode, Op, ShardSpec
+from offloadd.wire.layout import RING_ENTRIES, Completion, Submission, pack_submission
+from offloadd.wire.pb import control_pb2
+
+__all__ = ["ClientSession", "Pending", "RegisteredShard", "Slot", "connect"]
+
+_POLL_SECONDS = 1.0
+"""A follower looks again this often even if nobody woke it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredShard:
+    """A shard that the daemon keeps. `tiles` are (start, length) in bytes."""
+
+    number: int
+    spec: ShardSpec
+    tiles: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request under way."""
+
+    session: ClientSession
+    op: Op
+    mode: Mode
+    title: str
+    lease: Lease | None = None
+    completion: Completion | None = None
+
+    def wait(self, timeout_s: float | None = None) -> Slot:
+        """The slot of a FETCH. OffloadError names job, rank, shard and what to do."""
+        completion = self.session.await_completion(self, timeout_s)
+        return self.session.lend(self, completion)
+
+
+class ClientSession:
+    """Made by `connect`. Thread-safe. Unusable in a forked child."""
+
+    def __init__(self, control: ControlClient, opened: control_pb2.OpenSessionResponse, rank: int, timeout_s: float):
+        self.control = control
+        self.job = opened.job
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.host_bytes = 0
+        self.tile_bytes = 0
+        self._ref = control_pb2.SessionRef(session=opened.session, secret=opened.secret)
+        self._generation = 0
+        self._channel: Channel | None = None
+        self._condition = threading.Condition()
+        self._reaping = False
+        self._pending: dict[int, Pending] = {}
+        self._next_id = 1
+        self._book = LeaseBook()
+        self._deferred: list[OffloadError] = []
+        self._pid = os.getpid()
+        self.fetches = self.stores = 0
+        self.wait_seconds = 0.0
+        os.register_at_fork(after_in_child=_Forked(self))
+
+    @property
+    def title(self) -> str:
+        return f"job {self.job} rank {self.rank}"
+
+    # ---- control -------------------------------------------------------------------------------------------------
+    def reserve(
+        self,
+        host_bytes: int = 0,
+        swap_bytes: int = 0,
+        tile_bytes: int = 0,
+        pinned_tiles: int = 4,
+        fingerprint: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Ask for memory and swap space, together with all ranks of the job on this node, once, before step 1.
+        host_bytes 0: an equal share; tile_bytes 0: the daemon chooses. `pinned_tiles`: most tiles held at once."""
+        wait = self.timeout_s if timeout_s is None else timeout_s
+        request = control_pb2.ReserveRequest(
+            session=self._ref,
+            host_bytes=host_bytes,
+            swap_bytes=swap_bytes,
+            timeout_s=wait,
+            tile_bytes=tile_bytes,
+            pinned_tiles=pinned_tiles,
+            fingerprint=fingerprint,
+        )
+        # Twice the wait: the daemon's own deadline must come first, since its error names the missing ranks.
+        granted = self.control.call(self.control.stub.Reserve, request, 2 * wait + 30)
+        self.host_bytes, self.tile_bytes = granted.host_bytes, granted.tile_bytes
+        self._generation = granted.generation
+        if self.control.attachment is not None:
+            liveness, descriptors = self.control.attach(self._ref.secret)
+            region = (granted.arena_offset, granted.host_bytes)
+            where = self.control.where
+            self._channel = RingChannel(where, liveness, descriptors, region, granted.generation)
+        else:
+            self._channel = StreamChannel(self.control.where, self.control.channel, self._ref, self.control.token)
+
+    def register(self, specs: Sequence[ShardSpec]) -> list[RegisteredShard]:
+        """Make room for shards, all or none."""
+        shards = [
+            control_pb2.Shard(name=s.name, dtype=s.dtype, length=s.length, kind=s.kind, in_memory_only=not s.on_disk)
+            for s in specs
+        ]
+        request = control_pb2.RegisterShardsRequest(session=self._ref, shards=shards)
+        answer = self.control.call(self.control.stub.RegisterShards, request, self.timeout_s + 120)
+        return [
+            RegisteredShard(answer.first_shard + i, spec, _tiles(spec.length, self.tile_bytes))
+            for i, spec in enumerate(specs)
+        ]
+
+    def plan(self, accesses: Sequence[tuple[int, int]]) -> None:
+        """Say in which order (shard number, tile index) will be fetched, cyclically, from now on: a hint."""
+        shards, tiles = [a[0] for a in accesses], [a[1] for a in accesses]
+        request = control_pb2.SubmitPlanRequest(session=self._ref, shards=shards, tiles=tiles)
+        self.control.call(self.control.stub.SubmitPlan, request)
+
+    def statistics(self) -> dict[str, float]:
+        """The daemon's counters of this session, and the client's own."""
+        request = control_pb2.SessionStatisticsRequest(session=self._ref)
+        counters = dict(self.control.call(self.control.stub.SessionStatistics, request).counters)
+        return counters | {
+            "fetches": float(self.fetches),
+            "stores": float(self.stores),
+            "fetch_wait_seconds": self.wait_seconds,
+        }
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+    def fetch(self, shard: RegisteredShard, tile: int, mode: Mode) -> Pending:
+        """Start fetching a tile; `wait` on the result gives the slot."""
+        start, length = shard.tiles[tile]
+        title = shard.spec.name if len(shard.tiles) == 1 else f"{shard.spec.name}[{start}:{start + length}]"
+        self.fetches += 1
+        return self._start(Op.FETCH, mode, shard.number, tile, 0, title)
+
+    def drop(self, shard: RegisteredShard, tile: int) -> None:
+        """Forget a tile's bytes."""
+        self.await_completion(self._start(Op.DROP, Mode.READ, shard.number, tile, 0, shard.spec.name))
+
+    def nop(self) -> None:
+        """A round trip through the ring."""
+        self.await_completion(self._start(Op.NOP, Mode.READ, 0, 0, 0, "nop"))
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Return when everything stored is on disk and synced; raise the first failure of a store."""
+        self.await_completion(self._start(Op.FLUSH, Mode.READ, 0, 0, 0, "flush"), timeout_s)
+        self.raise_deferred()
+
+    def close(self) -> None:
+        """Leave: everything the session held returns. Idempotent."""
+        channel, self._channel = self._channel, None
+        if self._pid != os.getpid():
+            return
+        if self._ref.secret:
+            # If the daemon is gone, so is everything that could be given back.
+            with contextlib.suppress(OffloadError):
+                self.control.call(self.control.stub.CloseSession, control_pb2.CloseSessionRequest(session=self._ref), 5)
+        self._ref = control_pb2.SessionRef()
+        if channel is not None:
+            channel.close()
+        self.control.close()
+
+    def _start(self, op: Op, mode: Mode, shard: int, tile: int, lease: int, title: str) -> Pending:
+        pending = Pending(self, op, mode, title)
+        deadline = time.monotonic() + self.timeout_s
+        while not self._submit(pending, shard, tile, lease):
+            self._turn(None, deadline, title)
+        self.send_ended()
+        return pending
+
+    def _submit(self, pending: Pending, shard: int, tile: int, lease: int) -> bool:
+        with self._condition:
+            channel = self._live_channel()
+            if len(self._pending) >= RING_ENTRIES:
+                return False
+            number = self._next_id
+            entry = Submission(number, int(pending.op), int(pending.mode), shard, tile, self._generation, lease)
+            # Known before it is sent: its completion may be reaped by another thread at once.
+            self._pending[number] = pending
+            if not channel.submit(pack_submission(entry)):
+                del self._pending[number]
+                return False
+            self._next_id += 1
+            return True
+
+    def _live_channel(self) -> Channel:
+        if self._channel is None:
+            reason = "is used in a forked child" if self._pid != os.getpid() else "is closed or has not reserved"
+            raise OffloadError(Code.NO_SESSION, f"the session of {self.title} {reason}")
+        return self._channel
+
+    def send_ended(self) -> None:
+        """Tell the daemon of leases whose buffers have died. Without a channel there is nobody to tell."""
+        if self._channel is None:
+            return
+        while self._book.ended:
+            try:
+                lease = self._book.ended.popleft()
+            except IndexError:
+                return
+            pending = Pending(self, lease.op or Op.RELEASE, lease.mode, lease.title, lease)
+            if not self._submit(pending, 0, 0, lease.number):
+                self._book.ended.appendleft(lease)
+                return
+            self.stores += pending.op is Op.STORE
+
+    def before_store(self, lease: Lease, buffer: Buffer) -> None:
+        """For channels that carry bytes: take them along now, while the buffer lives."""
+        with self._condition:
+            self._live_channel().before_store(lease.number, buffer)
+
+    # ---- completions ---------------------------------------------------------------------------------------------
+    def await_completion(self, pending: Pending, timeout_s: float | None = None) -> Completion:
+        """Wait for one request; OffloadError for its failure or at the deadline."""
+        started = time.monotonic()
+        deadline = started + (self.timeout_s if timeout_s is None else timeout_s)
+        while pending.completion is None:
+            self._turn(pending, deadline, pending.title)
+        if pending.op is Op.FETCH:
+            self.wait_seconds += time.monotonic() - started
+        self.raise_deferred()
+        if pending.completion.code != Code.OK:
+            raise self._explain(pending, pending.completion)
+        return pending.completion
+
+    def lend(self, pending: Pending, completion: Completion) -> Slot:
+        lease = Lease(completion.lease, pending.title, pending.mode)
+        buffer = None
+        if completion.length:
+            buffer = self._live_channel().buffer(completion.lease, completion.offset, completion.length)
+        self._book.lend(lease, buffer)
+        return Slot(self, self._book, lease, buffer, completion.length)
+
+    def raise_deferred(self) -> None:
+        """Raise the first failure of a STORE or RELEASE that nobody waited for."""
+        if self._deferred:
+            raise self._deferred.pop(0)
+
+    def _turn(self, pending: Pending | None, deadline: float, title: str) -> None:
+        """One round of waiting: reap as leader, or wait to be woken as follower."""
+        self.send_ended()
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise OffloadError(
+                Code.TIMED_OUT,
+                f"{self.title}: no answer for {title} within {self.timeout_s:g} s; see the daemon's status and log",
+            )
+        with self._condition:
+            if pending is not None and pending.completion is not None:
+                return
+            if self._reaping:
+                self._condition.wait(min(remaining, _POLL_SECONDS))
+                return
+            channel = self._live_channel()
+            self._reaping = True
+        arrived: list[Completion] = []
+        try:
+            arrived = channel.poll()
+            if not arrived:
+                channel.wait(min(remaining, _POLL_SECONDS))
+                arrived = channel.poll()
+        finally:
+            with self._condition:
+                self._reaping = False
+                self._dispatch(arrived)
+                self._condition.notify_all()
+
+    def _dispatch(self, arrived: list[Completion]) -> None:
+        for completion in arrived:
+            pending = self._pending.pop(completion.id, None)
+            if pending is None:
+                continue  # cannot be: the daemon answers each request once
+            pending.completion = completion
+            if pending.lease is not None and completion.code != Code.OK:
+                self._deferred.append(self._explain(pending, completion))
+
+    def _explain(self, pending: Pending, completion: Completion) -> OffloadError:
+        paths = list(self.control.hello.paths)
+        return explain(self.title, pending.op, pending.title, completion, paths, self._book.held(), self._book.stuck())
+
+
+class _Forked:
+    """Marks the session unusable in a forked child, without keeping it alive."""
+
+    def __init__(self, session: ClientSession) -> None:
+        self._session = weakref.ref(session)
+
+    def __call__(self) -> None:
+        session = self._session()
+        if session is not None:
+            session._channel = None
+
+
+def _tiles(length: int, tile_bytes: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start, min(tile_bytes, length - start)) for start in range(0, length, tile_bytes))
+
+
+def connect(
+    endpoint: str,
+    *,
+    job: str = "",
+    launch_id: str = "",
+    rank: int = 0,
+    world_size: int = 1,
+    local_world_size: int = 1,
+    host_bytes_min: int = 0,
+    swap_bytes_min: int = 0,
+    weight: float = 1.0,
+    timeout_s: float = 60.0,
+    token_file: str | None = None,
+) -> ClientSession:
+    """Open a session with the daemon at `endpoint`. OffloadError, one sentence, for whatever stands against it."""
+    control = ControlClient(parse(endpoint), token_file, timeout_s, metadata.version("offloadd"))
+    try:
+        request = control_pb2.OpenSessionRequest(
+            ticket=control.ticket,
+            job=job,
+            launch_id=launch_id,
+            rank=rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            host_bytes_min=host_bytes_min,
+            swap_bytes_min=swap_bytes_min,
+            weight=weight,
+        )
+        opened = control.call(control.stub.OpenSession, request)
+    except OffloadError:
+        control.close()
+        raise
+    return ClientSession(control, opened, rank, timeout_s)
