@@ -18,6 +18,8 @@ try:
         ring_bytes,
         set_cpu_level,
         stream_copy_bytes,
+        uring_reserve_buffers,
+        uring_set_buffer,
     )
 except ImportError as error:
     raise ImportError(
@@ -42,4 +44,6 @@ __all__ = [
     "ring_bytes",
     "set_cpu_level",
     "stream_copy_bytes",
+    "uring_reserve_buffers",
+    "uring_set_buffer",
 ]

@@ -66,7 +66,10 @@ class Uring:
     plain; raises OSError with the kernel's errno if none works."""
 
     def __init__(self, entries: int) -> None: ...
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """The completion eventfd."""
+    def ring_fileno(self) -> int:
+        """The ring itself, for `uring_reserve_buffers` and `uring_set_buffer`."""
     def flags(self) -> str:
         """Set-up flags in force, for status."""
     def register_buffers(self, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
@@ -80,6 +83,13 @@ class Uring:
     def wait(self, timeout_ms: int) -> bool:
         """Wait for at least one completion without the GIL; False on time-out."""
     def close(self) -> None: ...
+
+def uring_reserve_buffers(ring_fd: int, slots: int) -> None:
+    """Give an io_uring (anyone's) an empty table of registered buffers. OSError on refusal (before Linux 5.19)."""
+
+def uring_set_buffer(ring_fd: int, slot: int, address: int, length: int) -> None:
+    """Fill one entry of the table (at most 1 GiB), or empty it (0, 0), leaving the others pinned as they are. OSError on
+    refusal (ENOMEM: memlock)."""
 
 # ---- checksums --------------------------------------------------------------------------------------------------
 def crc32c(data: memoryview, value: int = 0) -> int:

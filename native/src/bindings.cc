@@ -14,6 +14,7 @@
 #include "crc32c.h"
 #include "ring.h"
 #include "uring.h"
+#include "uring_buffers.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -164,9 +165,13 @@ void bind_uring(nb::module_& m) {
                                          {"user", "u8"}},
                                         sizeof(UringOp));
   m.attr("URING_COMPLETION") = structured_dtype({{"user", "u8"}, {"result", "i4"}}, sizeof(UringCompletion));
+  m.def("uring_reserve_buffers", &uring_reserve_buffers, "ring_fd"_a, "slots"_a);
+  m.def("uring_set_buffer", &uring_set_buffer, "ring_fd"_a, "slot"_a, "address"_a, "length"_a,
+        nb::call_guard<nb::gil_scoped_release>());  // pinning a GiB takes a while
   nb::class_<Uring>(m, "Uring")
       .def(nb::init<unsigned>(), "entries"_a)
       .def("fileno", &Uring::fileno)
+      .def("ring_fileno", &Uring::ring_fileno)
       .def("flags", &Uring::flags)
       .def("register_buffers", &uring_register, "addresses"_a, "lengths"_a)
       .def("submit", &uring_submit, "operations"_a)

@@ -38,6 +38,7 @@ class Uring {
   Uring& operator=(const Uring&) = delete;
 
   int fileno() const { return eventfd_; }
+  int ring_fileno() const { return fd_; }
   std::string flags() const;
   void register_buffers(const std::uint64_t* addresses, const std::uint64_t* lengths, std::size_t count);
   std::size_t submit(const UringOp* operations, std::size_t count);
