@@ -1,0 +1,220 @@
+"""What one session owns: its arena, its shards, its extents and its budget; and how shards are registered.
+
+Used by the store's facade. Registration is all or none: `prepare` allocates extents and says how long the swap files
+must become, the control room makes them so (a slow call, off the loop), then `commit` or `abort`. No extent is
+allocated later, so a step never fails for want of swap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offloadd.core.errors import Code, OffloadError
+from offloadd.core.records import Extent, ShardSpec, TileKey
+from offloadd.core.units import PAGE_BYTES, REGISTRATION_CHUNK_BYTES, align_up, human
+from offloadd.store.allocator import ExtentAllocator
+from offloadd.store.arena import Arena
+from offloadd.store.placement import Placement, SwapTarget
+from offloadd.store.residency import Shard, Tile
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What a session was granted when it opened."""
+
+    job: str
+    rank: int
+    region: int
+    region_bytes: int
+    tile_bytes: int
+    swap_bytes: int
+    files: tuple[SwapTarget, ...]
+    weight: float
+
+    def check(self) -> None:
+        """OffloadError BAD_REQUEST when the terms contradict themselves."""
+        who = f"job {self.job} rank {self.rank}: open"
+        limit = min(self.region_bytes, REGISTRATION_CHUNK_BYTES)
+        if self.tile_bytes <= 0 or self.tile_bytes % PAGE_BYTES or self.tile_bytes > limit:
+            raise OffloadError(
+                Code.BAD_REQUEST,
+                f"{who}: tile of {self.tile_bytes} bytes; it must be a multiple of {PAGE_BYTES}, "
+                f"above 0 and at most {human(limit)}",
+            )
+        if not self.weight > 0 or self.swap_bytes < 0:
+            raise OffloadError(Code.BAD_REQUEST, f"{who}: weight {self.weight}, swap {self.swap_bytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A registration between prepare and commit."""
+
+    session: int
+    shards: tuple[int, ...]
+    """Daemon-wide shard numbers, in the order of the specs."""
+    tiles: tuple[tuple[tuple[int, int], ...], ...]
+    """Per shard: (offset, length) of each tile within it, in logical bytes. An empty shard has one empty tile."""
+    grow: dict[int, int]
+    """File number to the length in bytes that the caller must give it before committing."""
+    prepared: tuple[Shard, ...]
+    swap_bytes: int
+    """Bytes of swap that this registration takes."""
+
+
+class Holdings:
+    """One session."""
+
+    def __init__(self, session: int, terms: SessionTerms, arena: Arena) -> None:
+        self.session = session
+        self.terms = terms
+        self.arena = arena
+        self.placement = Placement(terms.files)
+        self.shards: list[Shard] = []
+        self.pending: dict[tuple[int, ...], Registration] = {}
+        """Registrations between prepare and commit, by their shard numbers."""
+        self.names: set[str] = set()
+        self.swap_used = 0
+        self.memory_only = 0
+        self.largest_tile = 0
+        self.leases = 0
+        self.writes: dict[int, int] = {}
+        """Per file: spills that reached it."""
+        self.synced: dict[int, int] = {}
+        """Per file: how many of those a successful sync covers."""
+        self.changed: set[int] = set()
+        """Shards whose extents changed since the catalog last heard of them."""
+        self.spill_error: tuple[Code, int, int] | None = None
+        """(code, errno, path) of a spill that failed, until a flush reports it."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the master copies; of the parameters where there are none."""
+        for kind in ("master", "param"):
+            count = sum(s.spec.length // ITEM_BYTES.get(s.spec.dtype, 4) for s in self.shards if s.spec.kind == kind)
+            if count:
+                return count
+        return 0
+
+    def prepare(self, specs: Sequence[ShardSpec], first: int, files: dict[int, ExtentAllocator]) -> Registration:
+        """Allocate for `specs`; numbers start at `first`. Raises OffloadError and changes nothing if it cannot."""
+        self._check(specs)
+        shards: list[Shard] = []
+        for number, spec in enumerate(specs, first):
+            shards.append(Shard(number, self.session, spec, self._tiles(number, spec, files)))
+            self.names.add(spec.name)
+        used = sum(t.padded for shard in shards for t in shard.tiles if t.on_disk)
+        self.swap_used += used
+        self.memory_only += sum(t.padded for shard in shards for t in shard.tiles if not t.on_disk)
+        self.largest_tile = max([self.largest_tile] + [t.padded for shard in shards for t in shard.tiles])
+        grow = {f: files[f].end for f in self.placement_files if files[f].end > files[f].granted_length}
+        step = self.terms.tile_bytes
+        registration = Registration(
+            session=self.session,
+            shards=tuple(shard.id for shard in shards),
+            tiles=tuple(tuple((i * step, t.length) for i, t in enumerate(shard.tiles)) for shard in shards),
+            grow=grow,
+            prepared=tuple(shards),
+            swap_bytes=used,
+        )
+        self.pending[registration.shards] = registration
+        return registration
+
+    @property
+    def placement_files(self) -> list[int]:
+        """Numbers of the files that this session may use."""
+        return [target.file for target in self.terms.files]
+
+    def commit(self, registration: Registration, files: dict[int, ExtentAllocator]) -> None:
+        """The files are long enough; the shards exist from now on."""
+        for file, length in registration.grow.items():
+            files[file].granted_length = max(files[file].granted_length, length)
+        del self.pending[registration.shards]
+        self.shards.extend(registration.prepared)
+        self.changed.update(registration.shards)
+
+    def abort(self, registration: Registration, files: dict[int, ExtentAllocator]) -> None:
+        """Give back what `prepare` took."""
+        if self.pending.pop(registration.shards, None) is None:
+            return
+        for shard in registration.prepared:
+            self.names.discard(shard.spec.name)
+            for tile in shard.tiles:
+                if tile.extent is not None:
+                    files[tile.extent.file].give(tile.extent.offset, tile.padded)
+                    self.placement.undo(tile.extent.file, tile.padded)
+                else:
+                    self.memory_only -= tile.padded
+        self.swap_used -= registration.swap_bytes
+
+    def give_back(self, files: dict[int, ExtentAllocator]) -> None:
+        """The session ends: free its extents."""
+        for registration in list(self.pending.values()):
+            self.abort(registration, files)
+        for shard in self.shards:
+            for tile in shard.tiles:
+                if tile.extent is not None:
+                    files[tile.extent.file].give(tile.extent.offset, tile.padded)
+        self.shards.clear()
+
+    def unsynced(self) -> list[int]:
+        """Files with spills that no sync covers yet."""
+        return [file for file, count in self.writes.items() if count > self.synced.get(file, 0)]
+
+    def _lengths(self, spec: ShardSpec) -> list[int]:
+        step = self.terms.tile_bytes
+        return [min(step, spec.length - at) for at in range(0, spec.length, step)] or [0]
+
+    def _tiles(self, shard: int, spec: ShardSpec, files: dict[int, ExtentAllocator]) -> list[Tile]:
+        tiles = []
+        for index, length in enumerate(self._lengths(spec)):
+            extent, path = None, 0
+            padded = align_up(length, PAGE_BYTES)
+            if spec.on_disk and padded:
+                target = self.placement.choose(padded)
+                extent = Extent(target.file, files[target.file].take(padded), padded)
+                path = target.path
+            tiles.append(Tile(TileKey(shard, index), self.session, length, extent, path))
+        return tiles
+
+    def _check(self, specs: Sequence[ShardSpec]) -> None:
+        names = [spec.name for spec in specs]
+        who = f"job {self.terms.job} rank {self.terms.rank}"
+        if len(set(names)) != len(names) or not self.names.isdisjoint(names):
+            twice = sorted({n for n in names if n in self.names or names.count(n) > 1})
+            raise OffloadError(Code.BAD_REQUEST, f"{who}: register: shard name {twice[0]!r} is already in use")
+        for spec in specs:
+            if spec.length < 0:
+                raise OffloadError(Code.BAD_REQUEST, f"{who}: register: shard {spec.name!r} has length {spec.length}")
+        self._check_swap(specs, who)
+        step, pinned, largest = self.terms.tile_bytes, self.memory_only, self.largest_tile
+        for spec in specs:
+            if spec.on_disk:
+                largest = max(largest, align_up(min(step, spec.length), PAGE_BYTES))
+            else:
+                pinned += self._padded(spec)
+        if pinned + largest > self.arena.slots.bytes:
+            raise OffloadError(
+                Code.NO_HOST_BUDGET,
+                f"{who}: register: {human(pinned)} that stay in memory and one tile of {human(largest)} are needed, "
+                f"{human(self.arena.slots.bytes)} are available; give the session more pinned memory",
+            )
+
+    def _check_swap(self, specs: Sequence[ShardSpec], who: str) -> None:
+        needed = sum(self._padded(spec) for spec in specs if spec.on_disk)
+        available = self.terms.swap_bytes - self.swap_used
+        if needed > available:
+            raise OffloadError(
+                Code.NO_SWAP_BUDGET,
+                f"{who}: register: {human(needed)} of swap needed, {human(available)} available "
+                f"({needed} and {available} bytes); give the session more swap or register less",
+            )
+        if needed and not self.terms.files:
+            raise OffloadError(Code.NO_SWAP_BUDGET, f"{who}: register: no swap file; add a swap path")
+
+    def _padded(self, spec: ShardSpec) -> int:
+        """Bytes of a shard with every tile padded to pages."""
+        whole, rest = divmod(spec.length, self.terms.tile_bytes)
+        return whole * self.terms.tile_bytes + align_up(rest, PAGE_BYTES)
