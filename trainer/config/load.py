@@ -18,6 +18,9 @@ from pydantic_core import PydanticUndefined
 from trainer.config.base import Block, ConfigError, nearest
 from trainer.config.tree import BatchSizes, TrainerConfig, unsupported
 
+_FORMER = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
+"""Names that older releases and tools gave to a key."""
+
 
 class AutoReplacement(NamedTuple):
     """An "auto" and the default that stands in for it."""
@@ -118,11 +121,11 @@ def _walk(block: type[Block], raw: Mapping[str, Any], path: str, replaced: list[
 
 
 def _unknown(key: str, path: str, known: Mapping[str, str]) -> str:
-    here = nearest(key, known)
     where = f"in {path[:-1]}" if path else "at the top level"
-    if here is not None:
-        return f"unknown key {key} {where}; did you mean {path}{here}?"
     everywhere = dict(_all_keys(TrainerConfig, ""))
+    here = _FORMER.get(key) or nearest(key, known)
+    if here in known and key not in everywhere:
+        return f"unknown key {key} {where}; did you mean {path}{here}?"
     elsewhere = key if key in everywhere else nearest(key, everywhere)
     hint = f"; did you mean {everywhere[elsewhere]}?" if elsewhere else ""
     return f"unknown key {key} {where}{hint}"

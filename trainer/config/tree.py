@@ -81,23 +81,10 @@ class TrainerConfig(Block):
     compile: dict[str, Any] | None = None
 
 
-_SWITCHES = [
-    "fp16",
-    "flops_profiler",
-    "comms_logger",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "elasticity",
-    "amp",
-    "torch_autocast",
-    "data_efficiency",
-    "curriculum_learning",
-    "hybrid_engine",
-    "autotuning",
-    "nebula",
-]
+_SWITCHES = (
+    *("fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet", "elasticity"),
+    *("amp", "torch_autocast", "data_efficiency", "curriculum_learning", "hybrid_engine", "autotuning", "nebula"),
+)
 
 _UNBUILT: dict[str, Any] = {
     "scheduler": None,

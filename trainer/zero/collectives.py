@@ -1,0 +1,143 @@
+"""What ranks do together, as an object that can be replaced: gather, reduce, broadcast, agree.
+
+Called by the other files of this package. Every wait is bounded and its failure says what was waited for. Before
+ranks exchange bytes they exchange what they are about to exchange (`announce`), so that ranks which took different
+branches get an error naming both sides instead of each other's bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainer.zero.errors import CollectiveError
+
+
+class Collectives(Protocol):
+    """All ranks of a job. `what` names the operation in errors."""
+
+    rank: int
+    world: int
+
+    def announce(self, what: str) -> None:
+        """Meet, and check that every rank is about to do the same thing."""
+
+    def all_gather(self, pieces: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
+        """`pieces[r]` receives rank r's `mine`; all of one length, contiguous. Any dtype, bit for bit."""
+
+    def reduce_rows(self, matrix: torch.Tensor, scatter: bool, what: str) -> torch.Tensor:
+        """Sum a (world, n) matrix over ranks; returns this rank's row."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """`tensor` becomes the source rank's."""
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Every rank's small picklable value, in rank order."""
+
+
+class SoloCollectives:
+    """World size 1."""
+
+    rank = 0
+    world = 1
+
+    def announce(self, what: str) -> None:
+        """Nobody to disagree with."""
+
+    def all_gather(self, pieces: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
+        """A copy."""
+        pieces[0].copy_(mine)
+
+    def reduce_rows(self, matrix: torch.Tensor, scatter: bool, what: str) -> torch.Tensor:
+        """The only row."""
+        return matrix[0]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Already there."""
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Only one."""
+        return [value]
+
+
+class GroupCollectives:
+    """The default process group (gloo)."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._sequence = 0
+
+    def announce(self, what: str) -> None:
+        """One small gather of a fingerprint; names are exchanged only when fingerprints differ."""
+        self._sequence += 1
+        mine = torch.tensor([self._sequence, zlib.crc32(what.encode())], dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        self._bounded(lambda: dist.all_gather(everyone, mine, async_op=True), what)
+        if all(torch.equal(other, mine) for other in everyone):
+            return
+        wanted = self.exchange(what, what)
+        other = next(rank for rank in range(self.world) if wanted[rank] != what or rank == self.world - 1)
+        raise CollectiveError(
+            f"ranks went different ways: rank {self.rank} came to {what}, rank {other} to {wanted[other]}; "
+            "every rank must run the same modules in the same order"
+        )
+
+    def all_gather(self, pieces: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
+        """Bytes, so that no dtype is special."""
+        if mine.numel() == 0:
+            return
+        into = [piece.view(torch.uint8) for piece in pieces]
+        self._bounded(lambda: dist.all_gather(into, mine.view(torch.uint8), async_op=True), what)
+
+    def reduce_rows(self, matrix: torch.Tensor, scatter: bool, what: str) -> torch.Tensor:
+        """Reduce-scatter, or all-reduce and a slice."""
+        if matrix.shape[1] == 0:
+            return matrix[self.rank]
+        if not scatter:
+            self._bounded(lambda: dist.all_reduce(matrix, async_op=True), what)
+            return matrix[self.rank]
+        row = matrix.new_empty(matrix.shape[1])
+        self._bounded(lambda: dist.reduce_scatter_tensor(row, matrix.view(-1), async_op=True), what)
+        return row
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Contiguous tensors only."""
+        if tensor.numel():
+            flat = tensor.view(-1).view(torch.uint8)
+            self._bounded(lambda: dist.broadcast(flat, source, async_op=True), what)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Bounded by the process group's own time-out."""
+        everyone: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(everyone, value)
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+        return everyone
+
+    def _bounded(self, start: Callable[[], Any], what: str) -> None:
+        try:
+            start().wait(self._timeout)
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: RuntimeError) -> CollectiveError:
+        reason = str(error).splitlines()[0][:200]
+        return CollectiveError(
+            f"rank {self.rank} of {self.world} waited up to {self._timeout.total_seconds():g} s for the other ranks "
+            f"in {what}: {reason}"
+        )
+
+
+def default_collectives(timeout_s: float) -> Collectives:
+    """The process group if there is one with more than one rank."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return GroupCollectives(timeout_s)
+    return SoloCollectives()
