@@ -128,7 +128,7 @@ class ClientSession:
         request = control_pb2.RegisterShardsRequest(session=self._ref, shards=shards)
         answer = self.control.call(self.control.stub.RegisterShards, request, self.timeout_s + 120)
         return [
-            RegisteredShard(answer.first_shard + i, spec, _tiles(spec.length, self.tile_bytes))
+            RegisteredShard(answer.first_shard + i, spec, _tiles(spec.length, spec.tile_bytes or self.tile_bytes))
             for i, spec in enumerate(specs)
         ]
 

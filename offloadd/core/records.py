@@ -109,6 +109,8 @@ class ShardSpec:
     """param | master | exp_avg | exp_avg_sq | other: for accounting only."""
     on_disk: bool = True
     """False: lives in memory only, never spilled, and counts against the session's host bytes as pinned."""
+    tile_bytes: int = 0
+    """Bytes of each tile but the last; at most the session's, which 0 stands for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ stream."""
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one rank asks for. host_bytes 0: an equal share of what is left. tile_bytes 0: the daemon chooses."""
+    """What one rank asks for. host_bytes, swap_bytes 0: an equal share of what is left. tile_bytes 0: the daemon
+    chooses."""
 
     host_bytes: int
     swap_bytes: int
@@ -111,18 +112,21 @@ class Reservations:
                     f"job {job.name}: ranks {first.rank} and {session.rank} have different models or configurations; "
                     "start all ranks with the same script and configuration",
                 )
-        promised = sum(session.host_bytes for session in needs)
-        share = (self._registry.host.available() + promised) // len(needs)
-        grants = {session: _grant(session, need, share) for session, need in needs.items()}
+        host_promised = sum(session.host_bytes for session in needs)
+        swap_promised = sum(session.swap_bytes for session in needs)
+        shares = (
+            (self._registry.host.available() + host_promised) // len(needs),
+            (self._registry.swap.available() + swap_promised) // len(needs),
+        )
+        grants = {session: _grant(session, need, *shares) for session, need in needs.items()}
         who = f"job {job.name} ({len(needs)} ranks on this node)"
-        self._registry.host.check(sum(g.host_bytes for g in grants.values()) - promised, who)
-        promised = sum(session.swap_bytes for session in needs)
-        self._registry.swap.check(sum(g.swap_bytes for g in grants.values()) - promised, who)
+        self._registry.host.check(sum(g.host_bytes for g in grants.values()) - host_promised, who)
+        self._registry.swap.check(sum(g.swap_bytes for g in grants.values()) - swap_promised, who)
         return grants
 
 
-def _grant(session: Session, need: Need, share: int) -> Grant:
-    host = align_up(need.host_bytes, PAGE_BYTES) if need.host_bytes else share // PAGE_BYTES * PAGE_BYTES
+def _grant(session: Session, need: Need, host_share: int, swap_share: int) -> Grant:
+    host = align_up(need.host_bytes, PAGE_BYTES) if need.host_bytes else host_share // PAGE_BYTES * PAGE_BYTES
     # With k tiles pinned, 2k+1 tiles of room always leave a run for one more (see store.allocator).
     tiles = 2 * max(1, need.pinned_tiles) + 1
     tile = align_up(need.tile_bytes, PAGE_BYTES) if need.tile_bytes else _choose_tile(host, tiles)
@@ -132,7 +136,7 @@ def _grant(session: Session, need: Need, share: int) -> Grant:
             f"{session.title} works with {need.pinned_tiles} tiles of {human(tile)} at once and needs "
             f"{human(tiles * tile)} of host memory for that, but gets {human(host)}; raise the host budget",
         )
-    return Grant(host, need.swap_bytes, tile)
+    return Grant(host, need.swap_bytes or swap_share, tile)
 
 
 def _choose_tile(host: int, tiles: int) -> int:

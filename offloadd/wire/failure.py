@@ -37,7 +37,7 @@ def to_metadata(error: OffloadError) -> tuple[tuple[str, bytes], ...]:
 def from_rpc_error(error: grpc.RpcError, where: str) -> OffloadError:
     """The typed error inside, or a sentence about why `where` did not answer."""
     call = error if isinstance(error, grpc.Call) else None
-    metadata = dict(call.trailing_metadata() or ()) if call else {}
+    metadata: dict[str, str | bytes] = dict(call.trailing_metadata() or ()) if call else {}
     if isinstance(raw := metadata.get(FAILURE_KEY), bytes):
         failure = errors_pb2.Failure.FromString(raw)
         return OffloadError(known_code(int(failure.code)), failure.message)

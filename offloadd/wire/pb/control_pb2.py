@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19offloadd/v1/control.proto\x12\x0boffloadd.v1\";\n\x0cHelloRequest\x12\x13\n\x0b\x61pi_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\"\x90\x01\n\rHelloResponse\x12\x13\n\x0b\x61pi_version\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\x0e\n\x06\x64river\x18\x05 \x01(\t\x12\r\n\x05paths\x18\x06 \x03(\t\x12\x16\n\x0eprivate_daemon\x18\x07 \x01(\x08\"\xc0\x01\n\x12OpenSessionRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x11\n\tlaunch_id\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x18\n\x10local_world_size\x18\x06 \x01(\r\x12\x16\n\x0ehost_bytes_min\x18\x07 \x01(\x04\x12\x16\n\x0eswap_bytes_min\x18\x08 \x01(\x04\x12\x0e\n\x06weight\x18\t \x01(\x01\"X\n\x13OpenSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\"-\n\nSessionRef\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\xb4\x01\n\x0eReserveRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\x12\x12\n\nhost_bytes\x18\x02 \x01(\x04\x12\x12\n\nswap_bytes\x18\x03 \x01(\x04\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x12\n\ntile_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cpinned_tiles\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"\x8d\x01\n\x0fReserveResponse\x12\x12\n\nhost_bytes\x18\x01 \x01(\x04\x12\x12\n\nswap_bytes\x18\x02 \x01(\x04\x12\x12\n\ntile_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x61rena_offset\x18\x04 \x01(\x04\x12\x14\n\x0cring_entries\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\r\"Z\n\x05Shard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x16\n\x0ein_memory_only\x18\x05 \x01(\x08\"e\n\x15RegisterShardsRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.offloadd.v1.Shard\"F\n\x16RegisterShardsResponse\x12\x13\n\x0b\x66irst_shard\x18\x01 \x01(\r\x12\x17\n\x0fswap_bytes_used\x18\x02 \x01(\x04\"\\\n\x11SubmitPlanRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\x12\x0e\n\x06shards\x18\x02 \x03(\r\x12\r\n\x05tiles\x18\x03 \x03(\r\"\x14\n\x12SubmitPlanResponse\"D\n\x18SessionStatisticsRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\"\x94\x01\n\x19SessionStatisticsResponse\x12\x46\n\x08\x63ounters\x18\x01 \x03(\x0b\x32\x34.offloadd.v1.SessionStatisticsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"?\n\x13\x43loseSessionRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\"\x16\n\x14\x43loseSessionResponse\"\x0f\n\rStatusRequest\"\x1e\n\x0eStatusResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\x8e\x05\n\x0e\x43ontrolService\x12>\n\x05Hello\x12\x19.offloadd.v1.HelloRequest\x1a\x1a.offloadd.v1.HelloResponse\x12P\n\x0bOpenSession\x12\x1f.offloadd.v1.OpenSessionRequest\x1a .offloadd.v1.OpenSessionResponse\x12\x44\n\x07Reserve\x12\x1b.offloadd.v1.ReserveRequest\x1a\x1c.offloadd.v1.ReserveResponse\x12Y\n\x0eRegisterShards\x12\".offloadd.v1.RegisterShardsRequest\x1a#.offloadd.v1.RegisterShardsResponse\x12M\n\nSubmitPlan\x12\x1e.offloadd.v1.SubmitPlanRequest\x1a\x1f.offloadd.v1.SubmitPlanResponse\x12\x62\n\x11SessionStatistics\x12%.offloadd.v1.SessionStatisticsRequest\x1a&.offloadd.v1.SessionStatisticsResponse\x12S\n\x0c\x43loseSession\x12 .offloadd.v1.CloseSessionRequest\x1a!.offloadd.v1.CloseSessionResponse\x12\x41\n\x06Status\x12\x1a.offloadd.v1.StatusRequest\x1a\x1b.offloadd.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19offloadd/v1/control.proto\x12\x0boffloadd.v1\";\n\x0cHelloRequest\x12\x13\n\x0b\x61pi_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\"\x90\x01\n\rHelloResponse\x12\x13\n\x0b\x61pi_version\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\x0e\n\x06\x64river\x18\x05 \x01(\t\x12\r\n\x05paths\x18\x06 \x03(\t\x12\x16\n\x0eprivate_daemon\x18\x07 \x01(\x08\"\xc0\x01\n\x12OpenSessionRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x11\n\tlaunch_id\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x18\n\x10local_world_size\x18\x06 \x01(\r\x12\x16\n\x0ehost_bytes_min\x18\x07 \x01(\x04\x12\x16\n\x0eswap_bytes_min\x18\x08 \x01(\x04\x12\x0e\n\x06weight\x18\t \x01(\x01\"X\n\x13OpenSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\"-\n\nSessionRef\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\xb4\x01\n\x0eReserveRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\x12\x12\n\nhost_bytes\x18\x02 \x01(\x04\x12\x12\n\nswap_bytes\x18\x03 \x01(\x04\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x12\n\ntile_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cpinned_tiles\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"\x8d\x01\n\x0fReserveResponse\x12\x12\n\nhost_bytes\x18\x01 \x01(\x04\x12\x12\n\nswap_bytes\x18\x02 \x01(\x04\x12\x12\n\ntile_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x61rena_offset\x18\x04 \x01(\x04\x12\x14\n\x0cring_entries\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\r\"n\n\x05Shard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x16\n\x0ein_memory_only\x18\x05 \x01(\x08\x12\x12\n\ntile_bytes\x18\x06 \x01(\x04\"e\n\x15RegisterShardsRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.offloadd.v1.Shard\"F\n\x16RegisterShardsResponse\x12\x13\n\x0b\x66irst_shard\x18\x01 \x01(\r\x12\x17\n\x0fswap_bytes_used\x18\x02 \x01(\x04\"\\\n\x11SubmitPlanRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\x12\x0e\n\x06shards\x18\x02 \x03(\r\x12\r\n\x05tiles\x18\x03 \x03(\r\"\x14\n\x12SubmitPlanResponse\"D\n\x18SessionStatisticsRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\"\x94\x01\n\x19SessionStatisticsResponse\x12\x46\n\x08\x63ounters\x18\x01 \x03(\x0b\x32\x34.offloadd.v1.SessionStatisticsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"?\n\x13\x43loseSessionRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.offloadd.v1.SessionRef\"\x16\n\x14\x43loseSessionResponse\"\x0f\n\rStatusRequest\"\x1e\n\x0eStatusResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\x8e\x05\n\x0e\x43ontrolService\x12>\n\x05Hello\x12\x19.offloadd.v1.HelloRequest\x1a\x1a.offloadd.v1.HelloResponse\x12P\n\x0bOpenSession\x12\x1f.offloadd.v1.OpenSessionRequest\x1a .offloadd.v1.OpenSessionResponse\x12\x44\n\x07Reserve\x12\x1b.offloadd.v1.ReserveRequest\x1a\x1c.offloadd.v1.ReserveResponse\x12Y\n\x0eRegisterShards\x12\".offloadd.v1.RegisterShardsRequest\x1a#.offloadd.v1.RegisterShardsResponse\x12M\n\nSubmitPlan\x12\x1e.offloadd.v1.SubmitPlanRequest\x1a\x1f.offloadd.v1.SubmitPlanResponse\x12\x62\n\x11SessionStatistics\x12%.offloadd.v1.SessionStatisticsRequest\x1a&.offloadd.v1.SessionStatisticsResponse\x12S\n\x0c\x43loseSession\x12 .offloadd.v1.CloseSessionRequest\x1a!.offloadd.v1.CloseSessionResponse\x12\x41\n\x06Status\x12\x1a.offloadd.v1.StatusRequest\x1a\x1b.offloadd.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,29 +48,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVERESPONSE']._serialized_start=766
   _globals['_RESERVERESPONSE']._serialized_end=907
   _globals['_SHARD']._serialized_start=909
-  _globals['_SHARD']._serialized_end=999
-  _globals['_REGISTERSHARDSREQUEST']._serialized_start=1001
-  _globals['_REGISTERSHARDSREQUEST']._serialized_end=1102
-  _globals['_REGISTERSHARDSRESPONSE']._serialized_start=1104
-  _globals['_REGISTERSHARDSRESPONSE']._serialized_end=1174
-  _globals['_SUBMITPLANREQUEST']._serialized_start=1176
-  _globals['_SUBMITPLANREQUEST']._serialized_end=1268
-  _globals['_SUBMITPLANRESPONSE']._serialized_start=1270
-  _globals['_SUBMITPLANRESPONSE']._serialized_end=1290
-  _globals['_SESSIONSTATISTICSREQUEST']._serialized_start=1292
-  _globals['_SESSIONSTATISTICSREQUEST']._serialized_end=1360
-  _globals['_SESSIONSTATISTICSRESPONSE']._serialized_start=1363
-  _globals['_SESSIONSTATISTICSRESPONSE']._serialized_end=1511
-  _globals['_SESSIONSTATISTICSRESPONSE_COUNTERSENTRY']._serialized_start=1464
-  _globals['_SESSIONSTATISTICSRESPONSE_COUNTERSENTRY']._serialized_end=1511
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1513
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1576
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1578
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1600
-  _globals['_STATUSREQUEST']._serialized_start=1602
-  _globals['_STATUSREQUEST']._serialized_end=1617
-  _globals['_STATUSRESPONSE']._serialized_start=1619
-  _globals['_STATUSRESPONSE']._serialized_end=1649
-  _globals['_CONTROLSERVICE']._serialized_start=1652
-  _globals['_CONTROLSERVICE']._serialized_end=2306
+  _globals['_SHARD']._serialized_end=1019
+  _globals['_REGISTERSHARDSREQUEST']._serialized_start=1021
+  _globals['_REGISTERSHARDSREQUEST']._serialized_end=1122
+  _globals['_REGISTERSHARDSRESPONSE']._serialized_start=1124
+  _globals['_REGISTERSHARDSRESPONSE']._serialized_end=1194
+  _globals['_SUBMITPLANREQUEST']._serialized_start=1196
+  _globals['_SUBMITPLANREQUEST']._serialized_end=1288
+  _globals['_SUBMITPLANRESPONSE']._serialized_start=1290
+  _globals['_SUBMITPLANRESPONSE']._serialized_end=1310
+  _globals['_SESSIONSTATISTICSREQUEST']._serialized_start=1312
+  _globals['_SESSIONSTATISTICSREQUEST']._serialized_end=1380
+  _globals['_SESSIONSTATISTICSRESPONSE']._serialized_start=1383
+  _globals['_SESSIONSTATISTICSRESPONSE']._serialized_end=1531
+  _globals['_SESSIONSTATISTICSRESPONSE_COUNTERSENTRY']._serialized_start=1484
+  _globals['_SESSIONSTATISTICSRESPONSE_COUNTERSENTRY']._serialized_end=1531
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1533
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1596
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1598
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1620
+  _globals['_STATUSREQUEST']._serialized_start=1622
+  _globals['_STATUSREQUEST']._serialized_end=1637
+  _globals['_STATUSRESPONSE']._serialized_start=1639
+  _globals['_STATUSRESPONSE']._serialized_end=1669
+  _globals['_CONTROLSERVICE']._serialized_start=1672
+  _globals['_CONTROLSERVICE']._serialized_end=2326
 # @@protoc_insertion_point(module_scope)

@@ -109,18 +109,20 @@ class ReserveResponse(_message.Message):
     def __init__(self, host_bytes: _Optional[int] = ..., swap_bytes: _Optional[int] = ..., tile_bytes: _Optional[int] = ..., arena_offset: _Optional[int] = ..., ring_entries: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Shard(_message.Message):
-    __slots__ = ("name", "dtype", "length", "kind", "in_memory_only")
+    __slots__ = ("name", "dtype", "length", "kind", "in_memory_only", "tile_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     IN_MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    TILE_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     length: int
     kind: str
     in_memory_only: bool
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., length: _Optional[int] = ..., kind: _Optional[str] = ..., in_memory_only: _Optional[bool] = ...) -> None: ...
+    tile_bytes: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., length: _Optional[int] = ..., kind: _Optional[str] = ..., in_memory_only: _Optional[bool] = ..., tile_bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterShardsRequest(_message.Message):
     __slots__ = ("session", "shards")

@@ -1,0 +1,235 @@
+"""DaemonBackend: shards kept by offloadd, in its arena and on its disks.
+
+A fetched tile is a slot of the arena, seen as a tensor with no copy. The slot goes back when, after `store` or
+`release`, the last tensor over it has died: autograd may keep views that the engine has let go of.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from offloadd.client import (
+    ClientSession,
+    Mode,
+    OffloadError,
+    RegisteredShard,
+    ShardSpec,
+    connect,
+    start_private,
+)
+from offloadd.client import Pending as ClientPending
+from offloadd.client import Slot as ClientSlot
+from trainer.swap.backend import Access, Pending, Slot, SwapError, SwapShard, SwapSpec, Tile
+
+TILE_GRANULARITY = 1024
+PINNED_TILES = 12
+"""Most tiles the engine holds at once: four states of the tile in work and of the next, and their parameters."""
+
+_MODES = {"read": Mode.READ, "update": Mode.UPDATE, "overwrite": Mode.OVERWRITE}
+
+
+class DaemonSlot:
+    """A slot of the arena as a tensor."""
+
+    def __init__(self, tile: Tile, slot: ClientSlot, dtype: torch.dtype, title: str) -> None:
+        self.tile = tile
+        self._slot = slot
+        self._title = title
+        self.tensor = (
+            torch.frombuffer(slot.buffer, dtype=dtype) if slot.buffer is not None else torch.empty(0, dtype=dtype)
+        )
+        self._version = self.tensor._version
+
+    def store(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+        _translate(self._slot.store)
+
+    def release(self) -> None:
+        changed = self.tensor._version != self._version
+        self.tensor = self.tensor.new_empty(0)
+        _translate(self._slot.release)
+        if changed:
+            raise SwapError(
+                f"{self._title} was changed in place while fetched for reading; the change is lost: "
+                "fetch it for update, or edit the parameter inside GatheredParameters(modifier_rank=...)"
+            )
+
+
+@dataclass(slots=True)
+class DaemonPending:
+    """A fetch under way."""
+
+    tile: Tile
+    dtype: torch.dtype
+    pending: ClientPending
+
+    def wait(self) -> Slot:
+        try:
+            slot = self.pending.wait()
+        except OffloadError as error:
+            raise SwapError(error.message) from error
+        return DaemonSlot(self.tile, slot, self.dtype, self.pending.title)
+
+
+class DaemonBackend:
+    """One session with a daemon; made by `connect`."""
+
+    def __init__(self, session: ClientSession) -> None:
+        self._session = session
+        numel = session.tile_bytes // 4
+        if numel >= TILE_GRANULARITY:
+            numel -= numel % TILE_GRANULARITY
+        self.tile_numel = numel
+        self._shards: list[tuple[SwapShard, RegisteredShard]] = []
+        self._started = time.monotonic()
+
+    @classmethod
+    def connect(
+        cls,
+        endpoint: str | None,
+        *,
+        job: str | None,
+        rank: int,
+        world: int,
+        local_rank: int,
+        local_world: int,
+        nvme_path: str | None,
+        host_bytes: int | None,
+        swap_bytes: int | None,
+        timeout_s: float,
+        token_file: str | None,
+        engine: str = "auto",
+    ) -> DaemonBackend:
+        """Join the daemon at `endpoint`; None starts a private one on the node's lowest rank, with its swap files in
+        `nvme_path` (several directories separated by ':'). `host_bytes` and `swap_bytes` are per rank; None: an equal
+        share of the daemon's. Collective over all ranks. SwapError, one sentence, on every rank if it cannot be."""
+        where, launch = _agree_on_endpoint(endpoint, rank, local_rank, nvme_path, host_bytes, local_world, engine)
+        try:
+            session = connect(
+                where,
+                job=job or "",
+                launch_id=launch,
+                rank=rank,
+                world_size=world,
+                local_world_size=local_world,
+                host_bytes_min=host_bytes or 0,
+                timeout_s=timeout_s,
+                token_file=token_file,
+            )
+            try:
+                session.reserve(host_bytes or 0, swap_bytes or 0, pinned_tiles=PINNED_TILES)
+            except OffloadError:
+                session.close()
+                raise
+        except OffloadError as error:
+            raise SwapError(error.message) from error
+        return cls(session)
+
+    def register(self, specs: Sequence[SwapSpec]) -> list[SwapShard]:
+        wanted = [
+            ShardSpec(
+                name=spec.name,
+                dtype=str(spec.dtype).removeprefix("torch."),
+                length=spec.numel * spec.dtype.itemsize,
+                kind=spec.kind,
+                tile_bytes=self.tile_numel * spec.dtype.itemsize,
+            )
+            for spec in specs
+        ]
+        try:
+            registered = self._session.register(wanted)
+        except OffloadError as error:
+            raise SwapError(error.message) from error
+        out = []
+        for spec, shard in zip(specs, registered, strict=True):
+            number, item = len(self._shards), spec.dtype.itemsize
+            tiles = tuple(
+                Tile(number, i, start // item, length // item) for i, (start, length) in enumerate(shard.tiles)
+            )
+            out.append(SwapShard(number, spec, tiles))
+            self._shards.append((out[-1], shard))
+        return out
+
+    def fetch(self, tile: Tile, mode: str) -> Pending:
+        shard, registered = self._shards[tile.shard]
+        try:
+            pending = self._session.fetch(registered, tile.index, _MODES[mode])
+        except OffloadError as error:
+            raise SwapError(error.message) from error
+        return DaemonPending(tile, shard.spec.dtype, pending)
+
+    def plan(self, accesses: Sequence[Access]) -> None:
+        try:
+            self._session.plan([(self._shards[a.shard][1].number, a.tile) for a in accesses])
+        except OffloadError as error:
+            raise SwapError(error.message) from error
+
+    def flush(self) -> None:
+        _translate(self._session.flush)
+
+    def statistics(self) -> dict[str, float]:
+        try:
+            return self._session.statistics()
+        except OffloadError as error:
+            raise SwapError(error.message) from error
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def _translate(call: object) -> None:
+    try:
+        call()  # type: ignore[operator]
+    except OffloadError as error:
+        raise SwapError(error.message) from error
+
+
+def _agree_on_endpoint(
+    endpoint: str | None,
+    rank: int,
+    local_rank: int,
+    nvme_path: str | None,
+    host_bytes: int | None,
+    local_world: int,
+    engine: str,
+) -> tuple[str, str]:
+    """(endpoint, launch id), the same on all ranks of a node. Starts the private daemon where one is needed."""
+    mine: tuple[str, str, str] = (endpoint or "", secrets.token_hex(8), "")
+    if endpoint is None and local_rank == 0:
+        try:
+            daemon = start_private(
+                (nvme_path or "").split(":"),
+                {
+                    "memory.host_bytes": (host_bytes or _default_host_bytes(local_world)) * local_world,
+                    "io.engine": engine,
+                },
+            )
+            mine = (daemon.endpoint, mine[1], "")
+        except OffloadError as error:
+            mine = ("", mine[1], error.message)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        everyone = {rank: mine}
+    else:
+        gathered: list[tuple[str, str, str]] = [mine] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        everyone = dict(enumerate(gathered))
+    failures = [failure for _, _, failure in everyone.values() if failure]
+    if failures:
+        raise SwapError(failures[0])
+    where = everyone[rank - local_rank][0] if endpoint is None else endpoint
+    return where, everyone[min(everyone)][1]
+
+
+def _default_host_bytes(local_world: int) -> int:
+    """Per rank, where the configuration says nothing: a quarter of what the node has free now."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 // 4 // local_world
+    return 1 << 30
