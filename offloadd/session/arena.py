@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.units import PAGE_BYTES, align_up, human
@@ -47,11 +48,15 @@ class Arena:
         self.descriptor = os.memfd_create(f"offloadd-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK)
         self._length = 0
+        self._lock = threading.Lock()
 
     def grow(self, length: int) -> Region:
         """Allocate and map a new region. Takes about 0.3 s per GiB, so call it off the event loop.
         NO_HOST_BUDGET when the kernel has no memory left."""
-        length = align_up(length, PAGE_BYTES)
+        with self._lock:
+            return self._grow(align_up(length, PAGE_BYTES))
+
+    def _grow(self, length: int) -> Region:
         offset = self._length
         try:
             os.ftruncate(self.descriptor, offset + length)

@@ -1,0 +1,266 @@
+"""A session's life, from open to close, across the rooms: the one place that knows the order.
+
+Open: promise. Reserve: all ranks of the job together; then arena, files, store, endpoint, pump. Close, for whatever
+reason: fence, detach from the pump, wait until the engine is done with the region, then give everything back.
+Called by the gRPC services, and by the attach socket when a rank dies. Event loop only; slow calls go to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from offloadd.control.describe import counters
+from offloadd.core.clock import Clock
+from offloadd.core.errors import Code, OffloadError
+from offloadd.core.records import ShardSpec, TileKey
+from offloadd.core.units import human
+from offloadd.io.engine import Engine
+from offloadd.pump import Pump
+from offloadd.ring.shared import RingEndpoint
+from offloadd.ring.stream import StreamEndpoint
+from offloadd.scheduler.scheduler import Scheduler
+from offloadd.session.arena import Region
+from offloadd.session.peer import Peer
+from offloadd.session.registry import Job, OpenRequest, Registry, Session
+from offloadd.session.reservation import Need, Reservations
+from offloadd.store.placement import SwapTarget
+from offloadd.store.store import Store
+
+log = logging.getLogger("offloadd.lifecycle")
+
+QUIET_SECONDS_MAX = 60.0
+"""Longest wait for a closing session's transfers. Beyond it the region is kept (leaked, and said so) rather than
+unmapped under a device that may still write to it."""
+
+
+class JobFiles(Protocol):
+    """The swap files of one job: one per path."""
+
+    targets: tuple[SwapTarget, ...]
+
+    def grow(self, file: int, length: int) -> None:
+        """Allocate the file's space up to `length` bytes. Blocking; NO_SPACE with figures."""
+
+    def close(self) -> None: ...
+
+
+class Doorbells(Protocol):
+    """The event loop's side: which endpoints to listen to."""
+
+    def watch(self, endpoint: RingEndpoint | StreamEndpoint) -> None: ...
+
+    def unwatch(self, session: int) -> None: ...
+
+
+class Lifecycle:
+    """Conducts registry, store, scheduler, pump and engine when sessions come and go."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: Store,
+        scheduler: Scheduler,
+        pump: Pump,
+        engine: Engine,
+        open_files: Callable[[Job], JobFiles],
+        doorbells: Doorbells,
+        clock: Clock,
+    ) -> None:
+        self._registry = registry
+        self._reservations = Reservations(registry)
+        self._store = store
+        self._scheduler = scheduler
+        self._pump = pump
+        self._engine = engine
+        self._open_files = open_files
+        self._doorbells = doorbells
+        self._clock = clock
+        self._files: dict[Job, JobFiles] = {}
+        self._endpoints: dict[int, RingEndpoint | StreamEndpoint] = {}
+        self._tickets: dict[str, Session] = {}
+        self._closing: dict[int, asyncio.Task[None]] = {}
+        self.draining = False
+
+    # ---- open, reserve, register -----------------------------------------------------------------------------------
+    async def open(self, request: OpenRequest, uid: int, peer: Peer | None, ticket: str) -> Session:
+        """A new session; an older one of the same rank is fenced and closed first."""
+        if self.draining:
+            raise OffloadError(Code.DRAINING, "this daemon is stopping and takes no new sessions; try again soon")
+        if ticket and ticket in self._tickets:
+            raise OffloadError(Code.BAD_TOKEN, "this ticket has opened a session already; connect once per session")
+        session, fenced = self._registry.open(request, uid, peer)
+        if ticket:
+            self._tickets[ticket] = session
+        log.info("%s: session %d opened, incarnation %d", session.title, session.id, session.incarnation)
+        if fenced is not None:
+            await self.close(fenced, "fenced by a newer session of the same rank")
+        return session
+
+    def authenticate(self, session: int, secret: str) -> Session:
+        return self._registry.authenticate(session, secret)
+
+    async def reserve(self, session: Session, need: Need, timeout_s: float, stream: bool) -> Region:
+        """Grant memory and swap to all ranks of the job, or to none, and connect the session to the pump."""
+        grant = await self._reservations.reserve(session, need, timeout_s)
+        region = await asyncio.to_thread(session.job.arena.grow, grant.host_bytes)
+        if session.closing:
+            region.close()
+            raise OffloadError(Code.STALE_SESSION, f"{session.title} ended while its memory was prepared")
+        session.region = region
+        files = self._files.get(session.job)
+        if files is None:
+            files = self._files[session.job] = self._open_files(session.job)
+        self._engine.register_region(session.id, region.memory)
+        self._store.open_session(
+            session.id,
+            session.job.name,
+            session.rank,
+            session.id,
+            region.length,
+            grant.tile_bytes,
+            grant.swap_bytes,
+            files.targets,
+            session.weight,
+        )
+        self._scheduler.open_session(session.id, session.weight)
+        self._connect(session, region, stream)
+        log.info(
+            "%s: granted %s of host memory and %s of swap, tiles of %s",
+            session.title,
+            human(region.length),
+            human(grant.swap_bytes),
+            human(grant.tile_bytes),
+        )
+        return region
+
+    def _connect(self, session: Session, region: Region, stream: bool) -> None:
+        def resolve(shard: int, tile: int) -> TileKey | None:
+            return self._store.resolve(session.id, shard, tile)
+
+        endpoint: RingEndpoint | StreamEndpoint
+        if stream:
+            endpoint = StreamEndpoint(session.id, session.incarnation, resolve, self._clock, region.memory)
+        else:
+            endpoint = RingEndpoint(session.id, session.incarnation, resolve, self._clock)
+        self._endpoints[session.id] = endpoint
+        self._pump.attach(endpoint)
+        self._doorbells.watch(endpoint)
+
+    def descriptors(self, secret: str, peer: Peer) -> tuple[int, int, int, int]:
+        """What the attach socket sends: arena, ring and both doorbells of the session with this secret."""
+        session = self._registry.by_secret(secret)
+        if session.job.uid != peer.uid:
+            raise OffloadError(Code.WRONG_USER, f"{session.title} belongs to user {session.job.uid}, not {peer.uid}")
+        endpoint = self._endpoints.get(session.id)
+        if not isinstance(endpoint, RingEndpoint):
+            raise OffloadError(Code.BAD_REQUEST, f"{session.title} has no ring yet; reserve first")
+        return (session.job.arena.descriptor, *endpoint.descriptors())
+
+    def stream(self, session: Session) -> StreamEndpoint:
+        """The endpoint of a session that reserved over TCP."""
+        endpoint = self._endpoints.get(session.id)
+        if not isinstance(endpoint, StreamEndpoint):
+            raise OffloadError(Code.BAD_REQUEST, f"{session.title} has no stream; reserve over the same endpoint first")
+        return endpoint
+
+    async def register(self, session: Session, specs: Sequence[ShardSpec]) -> tuple[int, int]:
+        """(number of the first shard within the session, swap bytes used)."""
+        if session.region is None:
+            raise OffloadError(Code.BAD_REQUEST, f"{session.title} must reserve before it registers shards")
+        files = self._files[session.job]
+        first = len(self._store.holdings(session.id).shards)
+        registration = self._store.prepare_registration(session.id, specs)
+        try:
+            for file, length in registration.grow.items():
+                await asyncio.to_thread(files.grow, file, length)
+        except OffloadError:
+            self._store.abort_registration(registration)
+            raise
+        if session.closing:
+            self._store.abort_registration(registration)
+            raise OffloadError(Code.STALE_SESSION, f"{session.title} ended while its shards were registered")
+        await asyncio.wrap_future(self._store.commit_registration(registration))
+        return first, registration.swap_bytes
+
+    def plan(self, session: Session, accesses: Sequence[tuple[int, int]]) -> None:
+        """Numbers within the session; unknown ones are refused."""
+        keys = []
+        for shard, tile in accesses:
+            key = self._store.resolve(session.id, shard, tile)
+            if key is None:
+                raise OffloadError(Code.UNKNOWN_SHARD, f"{session.title}: plan: there is no shard {shard} tile {tile}")
+            keys.append(key)
+        self._scheduler.set_plan(session.id, keys)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+    def connection_lost(self, ticket: str) -> None:
+        """The attach socket says that the holder of a ticket is gone."""
+        session = self._tickets.pop(ticket, None)
+        if session is not None:
+            self._start_closing(session, "the rank is gone")
+
+    async def close(self, session: Session, reason: str) -> None:
+        """End a session and return when everything it held has been given back. Idempotent."""
+        await asyncio.shield(self._start_closing(session, reason))
+
+    async def close_all(self, reason: str) -> None:
+        for session in self._registry.sessions():
+            await self.close(session, reason)
+
+    def _start_closing(self, session: Session, reason: str) -> asyncio.Task[None]:
+        task = self._closing.get(session.id)
+        if task is None:
+            session.closing = True
+            task = asyncio.get_running_loop().create_task(self._close(session, reason))
+            self._closing[session.id] = task
+            task.add_done_callback(lambda _: self._closing.pop(session.id, None))
+        return task
+
+    async def _close(self, session: Session, reason: str) -> None:
+        log.info("%s: session %d ends: %s", session.title, session.id, reason)
+        self._reservations.rank_lost(session)
+        self._tickets = {ticket: held for ticket, held in self._tickets.items() if held is not session}
+        endpoint = self._endpoints.pop(session.id, None)
+        if endpoint is not None:
+            self._doorbells.unwatch(session.id)
+            await self._detach(session)
+            endpoint.close()
+        region, session.region = session.region, None
+        if region is not None:
+            region.close()
+        job = self._registry.forget(session)
+        if job is not None:
+            await self._end_job(job)
+
+    async def _detach(self, session: Session) -> None:
+        """Wait for the transfers in flight, then take the session from pump, scheduler, store and engine."""
+        quiet = asyncio.Event()
+        self._pump.detach(session.id, lambda _: quiet.set())
+        try:
+            await asyncio.wait_for(quiet.wait(), QUIET_SECONDS_MAX)
+        except asyncio.TimeoutError:
+            log.error("%s: transfers still in flight after %g s; its memory is kept", session.title, QUIET_SECONDS_MAX)
+            session.region = None
+            return
+        self._engine.unregister_region(session.id)
+
+    async def _end_job(self, job: Job) -> None:
+        files = self._files.pop(job, None)
+        if files is not None:
+            await asyncio.to_thread(files.close)
+        job.arena.close()
+        log.info("job %s: over", job.name)
+
+    # ---- observation -----------------------------------------------------------------------------------------------
+    def statistics(self, session: Session) -> dict[str, float]:
+        """Counters of one session, flat; empty before it has reserved."""
+        for snapshot in self._pump.snapshot().sessions:
+            if snapshot.session == session.id:
+                return counters(snapshot)
+        return {}
+
+    def session_count(self) -> int:
+        return len(self._registry.sessions())
