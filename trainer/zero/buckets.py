@@ -1,0 +1,180 @@
+"""Gradients on their way from autograd to this rank's flat accumulation buffers.
+
+The bucket layout is a pure function of the parameters and the configuration, and buckets are reduced strictly in its
+order: ranks whose hooks fire in different orders cannot mismatch, and the bits of a sum, which depend on its position
+in the bucket, do not depend on timing. Fed by the hooks that autograd runs when a gradient is complete; `finish` is
+called by the engine when backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.zero.collectives import Collectives
+from trainer.zero.parameter import ZeroParam
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter's columns in a bucket."""
+
+    zero: ZeroParam
+    column: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A (world, columns) matrix: row r holds what belongs to rank r."""
+
+    entries: tuple[Entry, ...]
+    columns: int
+    dtype: torch.dtype
+
+
+def plan_buckets(params: Sequence[ZeroParam], bucket_numel: int, communication: torch.dtype | None) -> list[Bucket]:
+    """Trainable parameters from the last to the first, as backward comes to them, packed up to `bucket_numel`
+    elements. A parameter larger than that has a bucket of its own."""
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    columns = numel = 0
+    dtype: torch.dtype | None = None
+    for zero in [zero for zero in reversed(params) if zero.trainable]:
+        wanted = communication or zero.dtype
+        if entries and (wanted != dtype or numel + zero.numel > bucket_numel):
+            buckets.append(Bucket(tuple(entries), columns, _known(dtype)))
+            entries, columns, numel = [], 0, 0
+        entries.append(Entry(zero, columns))
+        columns += zero.layout.shard_numel
+        numel += zero.numel
+        dtype = wanted
+    if entries:
+        buckets.append(Bucket(tuple(entries), columns, _known(dtype)))
+    return buckets
+
+
+def _known(dtype: torch.dtype | None) -> torch.dtype:
+    """The bucket's type once it has an entry."""
+    if dtype is None:
+        raise AssertionError("a bucket without entries has no type")
+    return dtype
+
+
+class GradReducer:
+    """One backward after another, into `zero.grad_shard`."""
+
+    def __init__(self, buckets: Sequence[Bucket], collectives: Collectives, scatter: bool) -> None:
+        self._buckets = list(buckets)
+        self._collectives = collectives
+        self._scatter = scatter
+        self._home = {e.zero: (number, e) for number, b in enumerate(self._buckets) for e in b.entries}
+        self._matrices: dict[int, torch.Tensor] = {}
+        self._seen: set[ZeroParam] = set()
+        self._next = 0
+        self._fresh = {zero: True for zero in self._home}
+        """Whether this rank's accumulation buffer still holds the last step's gradient."""
+        self.late = 0
+        """Gradients that came after their bucket had left."""
+        for zero in self._home:
+            with torch._C.DisableTorchFunctionSubclass():
+                zero.param.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no gradient waits for `finish`."""
+        return not self._seen and not self._matrices
+
+    def _arrived(self, param: torch.Tensor) -> None:
+        zero: ZeroParam = param._zero  # type: ignore[attr-defined]
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        number, entry = self._home[zero]
+        if number < self._next:
+            self.late += 1
+        matrix = self._matrices.get(number)
+        if matrix is None:
+            matrix = self._matrices[number] = self._zeros(number)
+        _spread(matrix, entry, grad.detach())
+        self._seen.add(zero)
+        while self._next < len(self._buckets) and self._complete(self._next):
+            self._reduce(self._next)
+            self._next += 1
+
+    def _zeros(self, number: int) -> torch.Tensor:
+        bucket = self._buckets[number]
+        return torch.zeros(self._collectives.world, bucket.columns, dtype=bucket.dtype)
+
+    def _complete(self, number: int) -> bool:
+        return all(entry.zero in self._seen for entry in self._buckets[number].entries)
+
+    def finish(self) -> None:
+        """Backward is over: reduce what is left, unused parameters as zeros, then what came late."""
+        while self._next < len(self._buckets):
+            if self._next not in self._matrices:
+                self._matrices[self._next] = self._zeros(self._next)
+            self._reduce(self._next)
+            self._next += 1
+        self._reduce_late()
+        self.forget()
+
+    def _reduce_late(self) -> None:
+        """A parameter used in two re-entrant checkpoints gets its gradient in two parts. Ranks agree on whose second
+        part came after the bucket had left, for that may differ between them."""
+        if not self._buckets:
+            return
+        what = "the end of backward"
+        flags = torch.tensor([n in self._matrices for n in range(len(self._buckets))], dtype=torch.uint8)
+        everyone = torch.empty(self._collectives.world, len(self._buckets), dtype=torch.uint8)
+        self._collectives.announce(what)
+        self._collectives.all_gather(list(everyone), flags, what)
+        for number in everyone.any(dim=0).nonzero().flatten().tolist():
+            if number not in self._matrices:
+                self._matrices[number] = self._zeros(number)
+            self._reduce(number)
+
+    def _reduce(self, number: int) -> None:
+        matrix = self._matrices.pop(number)
+        world = self._collectives.world
+        if world > 1:
+            # Divided before the sum, so that a 16-bit sum does not overflow where the mean would not.
+            matrix.div_(world)
+        last = self._buckets[number].entries[-1].zero.name
+        what = f"the reduction of gradient bucket {number} (up to {last})"
+        self._collectives.announce(what)
+        row = self._collectives.reduce_rows(matrix, self._scatter, what)
+        for entry in self._buckets[number].entries:
+            self._accumulate(entry, row)
+
+    def _accumulate(self, entry: Entry, row: torch.Tensor) -> None:
+        zero = entry.zero
+        if zero.grad_shard is None:
+            raise AssertionError(f"{zero.name} has no accumulation buffer")
+        mine = row[entry.column : entry.column + zero.layout.shard_numel]
+        if self._fresh[zero]:
+            zero.grad_shard.copy_(mine)
+            self._fresh[zero] = False
+        else:
+            zero.grad_shard.add_(mine)
+
+    def new_step(self) -> None:
+        """The accumulated gradients were used: the next ones replace them."""
+        self._fresh = dict.fromkeys(self._fresh, True)
+
+    def forget(self) -> None:
+        """Drop what is on its way; after a finished backward, or one that raised."""
+        self._matrices.clear()
+        self._seen.clear()
+        self._next = 0
+
+
+def _spread(matrix: torch.Tensor, entry: Entry, grad: torch.Tensor) -> None:
+    """Add a full gradient to its columns, cut as the shards are."""
+    flat = grad.reshape(-1)
+    layout = entry.zero.layout
+    for rank in range(layout.world):
+        start, numel = layout.start(rank), layout.logical(rank)
+        if numel:
+            matrix[rank, entry.column : entry.column + numel].add_(flat[start : start + numel])

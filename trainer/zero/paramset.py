@@ -1,0 +1,178 @@
+"""All parameters of a model, in registration order: partition, fetch, unshard, reshard.
+
+Owned by the engine; called by the coordinator, GatheredParameters and the optimizer. The only place where parameter
+shards and full parameters meet. It decides nothing about when.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from trainer.swap.accesslog import AccessLog
+from trainer.swap.backend import SwapBackend, SwapShard, SwapSpec
+from trainer.zero.collectives import Collectives
+from trainer.zero.parameter import ParamState, ZeroParam
+
+
+class ParamSet:
+    """The parameters of one model."""
+
+    def __init__(self, collectives: Collectives, params: Sequence[ZeroParam]) -> None:
+        self.collectives = collectives
+        self.params = list(params)
+        self.backend: SwapBackend | None = None
+        self.log: AccessLog | None = None
+        self.live_numel = 0
+        """Elements gathered now, persistent ones included."""
+        self.live_numel_max = 0
+        self._inflight: dict[ZeroParam, None] = {}
+        for index, zero in enumerate(self.params):
+            zero.index = index
+            zero.owner = self
+        self.on_modified: Callable[[Sequence[ZeroParam]], None] | None = None
+        """Told when shards were replaced from outside; the optimizer then refreshes its master copies."""
+
+    def attach(self, backend: SwapBackend, log: AccessLog) -> None:
+        """Register every shard and store its present values; from now on the backend has them."""
+        self.backend, self.log = backend, log
+        specs = [SwapSpec(f"param/{p.name}", p.layout.shard_numel, p.dtype, "param") for p in self.params]
+        for zero, shard in zip(self.params, backend.register(specs), strict=True):
+            zero.shard = shard
+            if zero.resting is None:
+                raise AssertionError(f"{zero.name} was not partitioned before it got a backend")
+            self.write(zero, zero.resting)
+            zero.resting = None
+        self.gather([zero for zero in self.params if zero.persistent])
+        self.live_numel_max = self.live_numel
+
+    def write(self, zero: ZeroParam, mine: torch.Tensor) -> None:
+        """Replace this rank's shard."""
+        backend, shard, _ = self._attached(zero)
+        for tile in shard.tiles:
+            slot = backend.fetch(tile, "overwrite").wait()
+            slot.tensor.copy_(mine[tile.start : tile.start + tile.numel])
+            slot.store()
+
+    def start(self, zero: ZeroParam) -> None:
+        """Begin fetching this rank's shard. No collective, so ranks need not agree on when."""
+        if zero.state is not ParamState.NOT_AVAILABLE:
+            raise AssertionError(f"{zero.name} cannot be fetched while {zero.state.value}")
+        backend, shard, log = self._attached(zero)
+        for tile in shard.tiles:
+            log.note(backend, tile, "read")
+            zero.pending.append(backend.fetch(tile, "read"))
+        zero.state = ParamState.INFLIGHT
+        self._inflight[zero] = None
+
+    def cancel(self, zero: ZeroParam) -> None:
+        """Give back what was fetched for nothing."""
+        while zero.pending:
+            zero.pending.pop(0).wait().release()
+        self._inflight.pop(zero, None)
+        zero.state = ParamState.NOT_AVAILABLE
+
+    def inflight(self) -> list[ZeroParam]:
+        """Parameters whose shards are being fetched."""
+        return list(self._inflight)
+
+    def gather(self, wanted: Sequence[ZeroParam]) -> None:
+        """Make parameters AVAILABLE. Collective: every rank calls it for the same parameters in the same order."""
+        missing = [zero for zero in dict.fromkeys(wanted) if zero.state is not ParamState.AVAILABLE]
+        if not missing:
+            return
+        for zero in missing:
+            if zero.state is ParamState.NOT_AVAILABLE:
+                self.start(zero)
+        digest = zlib.crc32(repr([zero.index for zero in missing]).encode())
+        self.collectives.announce(f"the gather of {missing[0].name} and {len(missing) - 1} more (#{digest:08x})")
+        for zero in missing:
+            self._finish(zero)
+
+    def _finish(self, zero: ZeroParam) -> None:
+        world = range(self.collectives.world)
+        zero.allocate()
+        what = f"the gather of {zero.name}"
+        while zero.pending:
+            slot = zero.pending.pop(0).wait()
+            pieces = [zero.piece(rank, slot.tile.start, slot.tile.numel) for rank in world]
+            self.collectives.all_gather(pieces, slot.tensor, what)
+            slot.release()
+        self._inflight.pop(zero, None)
+        zero.expose()
+        self.live_numel += zero.numel
+        self.live_numel_max = max(self.live_numel_max, self.live_numel)
+
+    def release(self, zero: ZeroParam) -> None:
+        """Drop the full values, whether persistent or not."""
+        if zero.state is ParamState.AVAILABLE:
+            zero.conceal()
+            self.live_numel -= zero.numel
+
+    def drop_all(self) -> None:
+        """Release and cancel everything that is not persistent; after a pass, or before shards change."""
+        for zero in self.params:
+            zero.users, zero.kept_until = 0, -1
+            if zero.state is ParamState.INFLIGHT:
+                self.cancel(zero)
+            elif not zero.persistent:
+                self.release(zero)
+
+    def refresh_persistent(self) -> None:
+        """Shards changed: gather the persistent parameters again."""
+        persistent = [zero for zero in self.params if zero.persistent]
+        for zero in persistent:
+            self.release(zero)
+        self.gather(persistent)
+
+    def modified(self, params: Sequence[ZeroParam]) -> None:
+        """Shards were replaced from outside."""
+        if self.on_modified is not None:
+            self.on_modified(params)
+
+    def live_bytes(self) -> int:
+        """Bytes that gathered parameters take now, counted from their storages."""
+        return sum(zero.storage.nbytes() for zero in self.params)
+
+    def _attached(self, zero: ZeroParam) -> tuple[SwapBackend, SwapShard, AccessLog]:
+        if self.backend is None or self.log is None or zero.shard is None:
+            raise AssertionError(f"{zero.name} is fetched before its shard was registered")
+        return self.backend, zero.shard, self.log
+
+
+def partition(zero: ZeroParam, collectives: Collectives) -> None:
+    """Take rank 0's values, keep this rank's shard at rest, drop the rest."""
+    collectives.broadcast(zero.flat, 0, f"the broadcast of {zero.name}")
+    zero.resting = zero.piece(collectives.rank).clone()
+    zero.conceal()
+
+
+def choose_persistent(params: Iterable[ZeroParam], threshold: int, model_threshold: int) -> None:
+    """Mark parameters that stay gathered: small ones, in registration order, up to a total. Empty ones always."""
+    total = 0
+    for zero in params:
+        fits = zero.numel <= threshold and total + zero.numel <= model_threshold
+        zero.persistent = fits or zero.numel == 0
+        total += zero.numel if fits else 0
+
+
+def collect(model: nn.Module, world: int) -> list[ZeroParam]:
+    """A ZeroParam for each distinct parameter, in registration order; tied ones get aliases. Those that zero.Init made
+    are found again under their full names; others are adopted as they are."""
+    found: dict[int, ZeroParam] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        known = found.get(id(param))
+        if known is not None:
+            known.aliases = (*known.aliases, name)
+            continue
+        zero: ZeroParam | None = getattr(param, "_zero", None)
+        if zero is None:
+            original = param.data
+            zero = ZeroParam(param, name, world)
+            zero.adopt(original)
+        zero.name, zero.aliases, zero.trainable = name, (name,), param.requires_grad
+        found[id(param)] = zero
+    return list(found.values())

@@ -1,0 +1,120 @@
+"""What a Parameter is while its values are elsewhere: same object, another class that answers only for metadata.
+
+Switched by `ZeroParam`. Reading shape, dtype or grad works and gives the logical answer. Any use of the values goes to
+the parameter's owner, which either gathers it (inside a hooked forward) or raises `ParameterNotGathered`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.zero.errors import ParameterNotGathered
+
+if TYPE_CHECKING:
+    from trainer.zero.parameter import ZeroParam
+
+_Function = Callable[..., Any]
+
+
+def _slots(slot: str, *names: str) -> set[_Function]:
+    """Descriptor methods of Tensor attributes: what __torch_function__ receives for `t.name`, `t.name = x`, ..."""
+    return {getattr(getattr(torch.Tensor, name), slot) for name in names}
+
+
+_READABLE = (
+    *("requires_grad", "is_leaf", "grad", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta"),
+    *("is_sparse", "is_quantized", "is_xpu", "is_mps", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    *("output_nr", "retains_grad", "_base", "name", "names", "is_nested", "is_sparse_csr", "itemsize"),
+)
+_METADATA: set[_Function] = {
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.element_size,
+    torch.Tensor.get_device,
+    torch.Tensor.__hash__,
+}
+_METADATA |= _slots("__get__", *_READABLE)
+_METADATA |= _slots("__set__", "requires_grad", "grad", "_backward_hooks")
+_METADATA |= _slots("__delete__", "grad")
+
+_LOGICAL: dict[_Function, Callable[..., Any]] = {
+    torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
+    torch.Tensor.dim: len,
+    torch.Tensor.ndimension: len,
+    torch.Tensor.numel: lambda shape: shape.numel(),
+    torch.Tensor.nelement: lambda shape: shape.numel(),
+    torch.numel: lambda shape: shape.numel(),
+    torch.Tensor.__len__: lambda shape: shape[0],
+}
+"""Answered from the logical shape: the tensor underneath is empty."""
+_LOGICAL |= dict.fromkeys(_slots("__get__", "shape"), lambda shape: shape)
+_LOGICAL |= dict.fromkeys(_slots("__get__", "ndim"), len)
+
+
+def _dispatch(func: _Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    kwargs = kwargs or {}
+    if func in _LOGICAL:
+        return _LOGICAL[func](args[0]._zero.shape, *args[1:], **kwargs)
+    if func is torch.Tensor.__repr__:
+        zero = args[0]._zero
+        return f"Parameter({zero.name}, shape={tuple(zero.shape)}, dtype={zero.dtype}, {zero.state.name})"
+    if func not in _METADATA:
+        name = getattr(func, "__name__", str(func))
+        for zero in _stubs((args, kwargs)):
+            zero.touched(name)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _stubs(tree: Any) -> Iterator[ZeroParam]:
+    if isinstance(tree, torch.Tensor):
+        if type(tree).__name__ == _NAME and is_stub(tree):
+            yield tree._zero  # type: ignore[attr-defined]
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _stubs(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _stubs(item)
+
+
+_NAME = "ShardedParameter"
+
+
+@functools.cache
+def _stub_class(original: type[torch.Tensor]) -> type[torch.Tensor]:
+    body = {"__torch_function__": staticmethod(_dispatch), "_unsharded_class": original}
+    return type(_NAME, (original,), body)
+
+
+def is_stub(param: torch.Tensor) -> bool:
+    """Whether this parameter answers for metadata only."""
+    return hasattr(type(param), "_unsharded_class")
+
+
+def hide(param: torch.Tensor) -> None:
+    """Make the parameter answer for metadata only."""
+    if not is_stub(param):
+        param.__class__ = _stub_class(type(param))
+
+
+def reveal(param: torch.Tensor) -> None:
+    """Give the parameter its own class back."""
+    if is_stub(param):
+        param.__class__ = type(param)._unsharded_class  # type: ignore[attr-defined]
+
+
+def not_gathered(zero: ZeroParam, operation: str) -> ParameterNotGathered:
+    """The error for a use outside any hooked forward."""
+    return ParameterNotGathered(
+        f"{operation} needs the values of parameter {zero.name} of shape {tuple(zero.shape)}, of which this rank holds "
+        "a shard only; wrap the code in `with trainer.zero.GatheredParameters([param]):` "
+        "(with modifier_rank=0 to change it)"
+    )
