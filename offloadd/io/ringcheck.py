@@ -7,6 +7,7 @@ one JSON object: {"ok", "errno", "step", "flags", "registered"}.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -34,16 +35,16 @@ def open_driver(name: str, entries: int = 1024) -> Driver:
     return NativeDriver(entries)
 
 
-def _complete(driver: Driver, operation: np.void) -> int:
+def _complete(driver: Driver, operation: tuple[int, ...]) -> int:
     """Run one operation to its end; its result."""
     if driver.submit(np.array([operation], dtype=offloadd_native.URING_OP)) != 1:
-        raise OSError(11, "the ring took no operation")
+        raise OSError(errno.EAGAIN, "the ring took no operation")
     poller = select.poll()
     poller.register(driver.fileno(), select.POLLIN)
     out = np.zeros(1, dtype=offloadd_native.URING_COMPLETION)
     while driver.reap(out) == 0:
         if not poller.poll(WAIT_MS):
-            raise OSError(62, "no completion arrived, or its eventfd stayed silent")
+            raise OSError(errno.ETIME, "no completion arrived, or its eventfd stayed silent")
     result = int(out["result"][0])
     if result < 0:
         raise OSError(-result, os.strerror(-result))
@@ -53,13 +54,11 @@ def _complete(driver: Driver, operation: np.void) -> int:
 def _round_trip(driver: Driver, address: int, memory: mmap.mmap, fd: int, buffer: int) -> None:
     memory[:PAGE_BYTES] = bytes(range(256)) * (PAGE_BYTES // 256)
     for op, at in ((1, 0), (0, PAGE_BYTES)):
-        moved = _complete(
-            driver, np.array((op, buffer, fd, 0, address + at, PAGE_BYTES, 1), offloadd_native.URING_OP)[()]
-        )
+        moved = _complete(driver, (op, buffer, fd, 0, address + at, PAGE_BYTES, 1))
         if moved != PAGE_BYTES:
-            raise OSError(5, f"a page came back as {moved} bytes")
+            raise OSError(errno.EIO, f"a page came back as {moved} bytes")
     if memory[:PAGE_BYTES] != memory[PAGE_BYTES : 2 * PAGE_BYTES]:
-        raise OSError(5, "what was read differs from what was written")
+        raise OSError(errno.EIO, "what was read differs from what was written")
 
 
 def check(name: str) -> dict[str, object]:
@@ -87,7 +86,7 @@ def check(name: str) -> dict[str, object]:
             _round_trip(driver, address, memory, target, 0)
         answer["ok"] = True
     except OSError as error:
-        answer["errno"] = error.errno or 5
+        answer["errno"] = error.errno or errno.EIO
         answer["step"] = f"{answer['step']}: {error.strerror or error}"
     except ImportError as error:
         answer["step"] = f"import: {error}"

@@ -112,7 +112,7 @@ def explain(error: int, step: str) -> str:
 
 
 def uring_disabled() -> int:
-    """kernel.io_uring_disabled: 0 open to all, 1 to the privileged, 2 to nobody; 0 where the kernel has no such knob."""
+    """kernel.io_uring_disabled: 0 open to all, 1 to the privileged, 2 to nobody. 0 where the kernel lacks it."""
     try:
         return int(_DISABLED.read_text())
     except (OSError, ValueError):

@@ -2,8 +2,9 @@
 
 Created by `offloadd.io.select`, and only after a child process has shown that the package runs on this CPU: its wheel
 holds instructions that kill the process on CPUs without AVX-512, so this module imports it when a driver is made and
-never before. The package offers shared memory only as an `Iovec` over a memoryview; the view is kept until the
-operation's completion, because nothing else tells Python that the kernel still uses it.
+never before. The package takes shared memory only as an `Iovec` over a memoryview. Each `Iovec` it makes keeps a
+reference to its view for ever, so windows are made once per place in memory and kept: slots are reused, so there are as
+many as the arenas have blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import offloadd_native
 from offloadd.io.drivers.native import BUFFER_SLOTS
 
 READ, WRITE, SYNC = 0, 1, 2
+WINDOWS_MAX = 1 << 17
+"""Windows kept. Beyond that the oldest go, at the price of the few hundred bytes that the package does not give back."""
 _AGAIN = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 
 
@@ -54,7 +57,7 @@ class LiburingDriver:
         liburing.io_uring_register_eventfd(self._ring, self._eventfd)
         liburing.io_uring_ring_dontfork(self._ring)
         self._cqe: Any = liburing.Cqe()
-        self._alive: dict[int, tuple[memoryview, Any]] = {}
+        self._windows: dict[tuple[int, int], tuple[memoryview, Any]] = {}
         self._inflight = 0
         self._fatal = 0
         self._closed = False
@@ -77,6 +80,9 @@ class LiburingDriver:
     def submit(self, operations: NDArray[np.void]) -> int:
         if self._fatal:
             raise OSError(self._fatal, os.strerror(self._fatal))
+        # Only here, where no prepared operation points at a vector: the kernel copies vectors as it takes operations.
+        while len(self._windows) > WINDOWS_MAX and not self._lib.io_uring_sq_ready(self._ring):
+            del self._windows[next(iter(self._windows))]
         taken = 0
         for operation in operations[: self.entries - self._inflight].tolist():
             sqe = self._lib.io_uring_get_sqe(self._ring)
@@ -95,9 +101,7 @@ class LiburingDriver:
         if op == SYNC:
             lib.io_uring_prep_fsync(sqe, fd, lib.IORING_FSYNC_DATASYNC)
         else:
-            view = _window(address, length)
-            vector = lib.Iovec([view])
-            self._alive[user] = (view, vector)
+            vector = self._vector(address, length)
             if buffer >= 0:
                 prepare = lib.io_uring_prep_writev_fixed if op == WRITE else lib.io_uring_prep_readv_fixed
                 prepare(sqe, fd, vector, buffer, file_offset)
@@ -105,6 +109,13 @@ class LiburingDriver:
                 prepare = lib.io_uring_prep_writev if op == WRITE else lib.io_uring_prep_readv
                 prepare(sqe, fd, vector, file_offset)
         sqe.user_data = user
+
+    def _vector(self, address: int, length: int) -> Any:
+        kept = self._windows.get((address, length))
+        if kept is None:
+            view = _window(address, length)
+            kept = self._windows[address, length] = (view, self._lib.Iovec([view]))
+        return kept[1]
 
     def _enter(self) -> None:
         """Hand the queue to the kernel. What it does not take stays queued, and the next call offers it again."""
@@ -138,8 +149,6 @@ class LiburingDriver:
             except OSError as error:  # the package raises what the kernel returned
                 results.append(-(error.errno or errno.EIO))
         lib.io_uring_cq_advance(self._ring, len(users))
-        for user in users:
-            self._alive.pop(user, None)
         self._inflight -= len(users)
         out["user"][: len(users)] = users
         out["result"][: len(users)] = results
@@ -153,4 +162,4 @@ class LiburingDriver:
         self._closed = True
         self._lib.io_uring_queue_exit(self._ring)
         os.close(self._eventfd)
-        self._alive.clear()
+        self._windows.clear()
