@@ -81,7 +81,7 @@ class AccessPlan:
         where = self._where.get(key)
         if where is None:
             return NO_USE
-        cycle, position = divmod(self.cursor - self.base, len(self.entries))
+        position = (self.cursor - self.base) % len(self.entries)
         start = self.cursor - position
         if len(where) == 1:
             return start + where[0] if where[0] >= position else start + len(self.entries) + where[0]

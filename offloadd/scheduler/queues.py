@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from offloadd.core.records import Request, TileKey, TrafficClass
+from offloadd.core.records import Request, TileKey
 from offloadd.core.stats import Cause
 from offloadd.scheduler.fairness import VirtualTime
 from offloadd.scheduler.plan import AccessPlan
@@ -25,12 +25,12 @@ class Waiter:
         self.request = request
         self.cause = cause
         self.since_ns = now_ns
-        self.waited: list[tuple[Cause, int]] = []
+        self.waited: dict[Cause, int] = {}
 
     def turn(self, cause: Cause, now_ns: int) -> None:
         """From now on it waits for something else."""
         if cause is not self.cause:
-            self.waited.append((self.cause, now_ns - self.since_ns))
+            self.waited[self.cause] = self.waited.get(self.cause, 0) + now_ns - self.since_ns
             self.cause, self.since_ns = cause, now_ns
 
 
@@ -83,6 +83,24 @@ class SessionQueue:
         else:
             queue.append(want)
 
+    def allow_write_back(self, length: int, limit: int) -> None:
+        """Memory was short by `length`: write-back may spill twice that ahead of the next need, up to `limit`."""
+        self.write_back_credit = min(limit, self.write_back_credit + 2 * length)
+        self.write_back_stopped = False
+
+    def progress(self) -> None:
+        """Memory came free, or may have: the blocked one's patience starts anew."""
+        self.blocked_since_ns = 0
+        self.wake()
+
+    def unblock(self) -> tuple[Want, Cause]:
+        """Take the blocked want out for good."""
+        want, self.blocked = self.blocked, None
+        self.blocked_since_ns = 0
+        if want is None:
+            raise AssertionError(f"session {self.session}: nothing is blocked")
+        return want, self.blocked_cause
+
     def wake(self) -> None:
         """Something of the session changed: all that had stopped may look again."""
         self.prefetch_stopped = self.write_back_stopped = False
@@ -90,6 +108,3 @@ class SessionQueue:
         if self.blocked is not None:
             self.push(self.blocked, front=True)
             self.blocked = None
-
-
-CLASSES = (TrafficClass.DEMAND, TrafficClass.PREFETCH, TrafficClass.WRITE_BACK)

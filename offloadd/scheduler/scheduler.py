@@ -9,7 +9,7 @@ bounded window of bytes in flight. A spill that a waiting rank depends on is dem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from offloadd.core.records import Request, TileKey, TrafficClass
@@ -143,20 +143,18 @@ class Scheduler:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _least(self, eligible: object) -> SessionQueue | None:
+    def _least(self, eligible: Callable[[SessionQueue], bool]) -> SessionQueue | None:
         best: SessionQueue | None = None
         best_tag = 0.0
         for queue in self._queues.values():
-            if eligible(queue):  # type: ignore[operator]
+            if eligible(queue):
                 tag = self._clock.start_tag(queue.account)
                 if best is None or tag < best_tag:
                     best, best_tag = queue, tag
         return best
 
     def _may_demand(self, queue: SessionQueue) -> bool:
-        return self._ready(queue.spills) is not None or (
-            queue.blocked is None and self._ready(queue.loads) is not None
-        )
+        return self._ready(queue.spills) is not None or (queue.blocked is None and self._ready(queue.loads) is not None)
 
     def _may_prefetch(self, queue: SessionQueue) -> bool:
         plan = queue.plan
@@ -181,7 +179,8 @@ class Scheduler:
     def _ready(self, queues: dict[int, deque[Want]]) -> deque[Want] | None:
         best: deque[Want] | None = None
         for path, waiting in queues.items():
-            if waiting and (path == NO_PATH or self.windows.has_room(path, waiting[0].length)):
-                if best is None or waiting[0].since_ns < best[0].since_ns:
-                    best = waiting
+            if not waiting or (path != NO_PATH and not self.windows.has_room(path, waiting[0].length)):
+                continue
+            if best is None or waiting[0].since_ns < best[0].since_ns:
+                best = waiting
         return best

@@ -25,7 +25,7 @@ QUEUE_LIMIT: Final = 1024
 CLOSE_TIMEOUT_S: Final = 30.0
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, opened_at REAL NOT NULL DEFAULT (unixepoch('subsec')));
+CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, opened_at INTEGER NOT NULL DEFAULT (CAST(strftime('%s','now') AS INTEGER)));
 CREATE TABLE IF NOT EXISTS shards (
     job TEXT NOT NULL REFERENCES jobs(job) ON DELETE CASCADE, rank INTEGER NOT NULL, name TEXT NOT NULL,
     dtype TEXT NOT NULL, kind TEXT NOT NULL, length INTEGER NOT NULL, tile_bytes INTEGER NOT NULL,
@@ -162,7 +162,7 @@ class Catalog:
         return self.submit(read)
 
     def submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """Run `work` inside one transaction on the worker. With a full queue or once closed, the future fails at once."""
+        """Run `work` inside one transaction on the worker. Queue full, or closed: the future fails at once."""
         future: Future[T] = Future()
 
         def run() -> None:

@@ -163,8 +163,12 @@ class Holdings:
         """Files with spills that no sync covers yet."""
         return [file for file, count in self.writes.items() if count > self.synced.get(file, 0)]
 
+    def _step(self, spec: ShardSpec) -> int:
+        """Bytes of each tile but the last."""
+        return spec.tile_bytes or self.terms.tile_bytes
+
     def _lengths(self, spec: ShardSpec) -> list[int]:
-        step = self.terms.tile_bytes
+        step = self._step(spec)
         return [min(step, spec.length - at) for at in range(0, spec.length, step)] or [0]
 
     def _tiles(self, shard: int, spec: ShardSpec, files: dict[int, ExtentAllocator]) -> list[Tile]:
@@ -188,11 +192,17 @@ class Holdings:
         for spec in specs:
             if spec.length < 0:
                 raise OffloadError(Code.BAD_REQUEST, f"{who}: register: shard {spec.name!r} has length {spec.length}")
+            if not 0 <= spec.tile_bytes <= self.terms.tile_bytes:
+                raise OffloadError(
+                    Code.BAD_REQUEST,
+                    f"{who}: register: shard {spec.name!r} asks for tiles of {spec.tile_bytes} bytes, "
+                    f"the session's are {self.terms.tile_bytes}; ask for less",
+                )
         self._check_swap(specs, who)
-        step, pinned, largest = self.terms.tile_bytes, self.memory_only, self.largest_tile
+        pinned, largest = self.memory_only, self.largest_tile
         for spec in specs:
             if spec.on_disk:
-                largest = max(largest, align_up(min(step, spec.length), PAGE_BYTES))
+                largest = max(largest, align_up(min(self._step(spec), spec.length), PAGE_BYTES))
             else:
                 pinned += self._padded(spec)
         if pinned + largest > self.arena.slots.bytes:
@@ -216,5 +226,6 @@ class Holdings:
 
     def _padded(self, spec: ShardSpec) -> int:
         """Bytes of a shard with every tile padded to pages."""
-        whole, rest = divmod(spec.length, self.terms.tile_bytes)
-        return whole * self.terms.tile_bytes + align_up(rest, PAGE_BYTES)
+        step = self._step(spec)
+        whole, rest = divmod(spec.length, step)
+        return whole * align_up(step, PAGE_BYTES) + align_up(rest, PAGE_BYTES)

@@ -239,6 +239,17 @@ class Store:
             return Reservation(Room.TAKEN)
         return self._sessions[tile.session].arena.reserve(tile, demand, now_ns)
 
+    def write_back_candidate(self, session: int, now_ns: int) -> Tile | None:
+        """The dirty tile to spill next ahead of need; None when the store is clean enough, or pauses after an error."""
+        arena = self._sessions[session].arena
+        return None if now_ns < arena.spill_retry_at_ns else arena.write_back_candidate()
+
+    def take_evicted(self, session: int) -> list[tuple[Tile, str]]:
+        """Tiles evicted since the last call, with the reason."""
+        arena = self._sessions[session].arena
+        evicted, arena.evicted = arena.evicted, []
+        return evicted
+
     def begin_load(self, tile: Tile, klass: TrafficClass, checksums: bool) -> Transfer:
         """The tile has its slot: read into it."""
         tile.residency = Residency.LOADING
@@ -339,14 +350,18 @@ class Store:
         if not tile.flushing:
             self._sessions[tile.session].arena.refresh(tile)
 
-    def commit_flush(self, session: int) -> Future[None] | None:
-        """Tell the catalog of what changed; None when nothing did."""
+    def commit_flush(self, session: int) -> tuple[Future[None], set[int]] | None:
+        """Tell the catalog of the shards that changed; None when none did. See `commit_failed`."""
         held = self._sessions[session]
         if not held.changed:
             return None
-        rows = [self._row(held, self._shards[number]) for number in held.changed]
-        held.changed = set()
-        return self.catalog.flush(held.terms.job, held.terms.rank, rows)
+        changed, held.changed = held.changed, set()
+        rows = [self._row(held, self._shards[number]) for number in changed]
+        return self.catalog.flush(held.terms.job, held.terms.rank, rows), changed
+
+    def commit_failed(self, session: int, shards: set[int]) -> None:
+        """The catalog could not: those shards still have to be told of."""
+        self._sessions[session].changed |= shards
 
     # ---- observation ---------------------------------------------------------------------------------------------
 
