@@ -31,6 +31,11 @@ class AccessLog:
         self._accesses.clear()
         self._steps = 0
 
+    def stop(self) -> None:
+        """Give up this recording."""
+        self._accesses.clear()
+        self._steps = -1
+
     @property
     def recording(self) -> bool:
         """Whether a cycle is being recorded."""
@@ -45,5 +50,4 @@ class AccessLog:
             for backend, accesses in self._accesses.values():
                 backend.plan(accesses)
             self.plans += 1
-            self._accesses.clear()
-            self._steps = -1
+            self.stop()

@@ -41,7 +41,7 @@ def plan_buckets(params: Sequence[ZeroParam], bucket_numel: int, communication: 
     entries: list[Entry] = []
     columns = numel = 0
     dtype: torch.dtype | None = None
-    for zero in [zero for zero in reversed(params) if zero.trainable]:
+    for zero in [zero for zero in reversed(params) if zero.trainable and zero.numel]:
         wanted = communication or zero.dtype
         if entries and (wanted != dtype or numel + zero.numel > bucket_numel):
             buckets.append(Bucket(tuple(entries), columns, _known(dtype)))
@@ -65,7 +65,10 @@ def _known(dtype: torch.dtype | None) -> torch.dtype:
 class GradReducer:
     """One backward after another, into `zero.grad_shard`."""
 
-    def __init__(self, buckets: Sequence[Bucket], collectives: Collectives, scatter: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], collectives: Collectives, scatter: bool, watched: Sequence[ZeroParam]
+    ) -> None:
+        """`watched`: parameters that may get gradients; what is in no bucket is dropped as it comes."""
         self._buckets = list(buckets)
         self._collectives = collectives
         self._scatter = scatter
@@ -77,7 +80,7 @@ class GradReducer:
         """Whether this rank's accumulation buffer still holds the last step's gradient."""
         self.late = 0
         """Gradients that came after their bucket had left."""
-        for zero in self._home:
+        for zero in watched:
             with torch._C.DisableTorchFunctionSubclass():
                 zero.param.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
@@ -89,7 +92,7 @@ class GradReducer:
     def _arrived(self, param: torch.Tensor) -> None:
         zero: ZeroParam = param._zero  # type: ignore[attr-defined]
         grad, param.grad = param.grad, None
-        if grad is None:
+        if grad is None or zero not in self._home:
             return
         number, entry = self._home[zero]
         if number < self._next:

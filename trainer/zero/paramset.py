@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from trainer.config import ConfigError
 from trainer.swap.accesslog import AccessLog
 from trainer.swap.backend import SwapBackend, SwapShard, SwapSpec
 from trainer.zero.collectives import Collectives
@@ -133,6 +134,13 @@ class ParamSet:
         if self.on_modified is not None:
             self.on_modified(params)
 
+    def detach(self) -> None:
+        """The backend is about to close: parameters that are not gathered can no longer be."""
+        self.drop_all()
+        self.backend = None
+        for zero in self.params:
+            zero.owner, zero.on_touch = None, None
+
     def live_bytes(self) -> int:
         """Bytes that gathered parameters take now, counted from their storages."""
         return sum(zero.storage.nbytes() for zero in self.params)
@@ -159,9 +167,9 @@ def choose_persistent(params: Iterable[ZeroParam], threshold: int, model_thresho
         total += zero.numel if fits else 0
 
 
-def collect(model: nn.Module, world: int) -> list[ZeroParam]:
+def collect(model: nn.Module, world: int, dtype: torch.dtype | None) -> list[ZeroParam]:
     """A ZeroParam for each distinct parameter, in registration order; tied ones get aliases. Those that zero.Init made
-    are found again under their full names; others are adopted as they are."""
+    are found again under their full names; others are adopted, floating ones as `dtype` if that is given."""
     found: dict[int, ZeroParam] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         known = found.get(id(param))
@@ -171,8 +179,12 @@ def collect(model: nn.Module, world: int) -> list[ZeroParam]:
         zero: ZeroParam | None = getattr(param, "_zero", None)
         if zero is None:
             original = param.data
+            if dtype is not None and param.is_floating_point():
+                original = param.data = original.to(dtype)
             zero = ZeroParam(param, name, world)
             zero.adopt(original)
+        elif dtype is not None and zero.dtype.is_floating_point and zero.dtype != dtype:
+            raise ConfigError(f"{name} was partitioned as {zero.dtype}; give zero.Init the configuration with bf16")
         zero.name, zero.aliases, zero.trainable = name, (name,), param.requires_grad
         found[id(param)] = zero
     return list(found.values())

@@ -50,6 +50,7 @@ class Trace:
         """Events of this pass so far."""
         self.invalidations = 0
         self.passes = 0
+        self._settled = False
         self._recording: list[Event] = []
         self._matching = False
         self._distances: dict[tuple[int, int], int] = {}
@@ -75,11 +76,17 @@ class Trace:
         if self._matching and self.position < len(self.hint):
             self._matching = False
             self.invalidations += 1
+        self._settled = self._matching
         if not self._matching:
             self.hint = self._recording
             self._distances.clear()
         self._recording = []
         self._matching = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last whole pass went as the one before it."""
+        return self._settled
 
     @property
     def matching(self) -> bool:

@@ -1,0 +1,215 @@
+"""The training engine: forward, backward, step.
+
+Made by `trainer.initialize`. It wires parameters, hooks, reducer and optimizer together and owns their lifetimes; what
+each does is in its own file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import BatchSizes, TrainerConfig
+from trainer.optim.norm import clip_scale, grad_norm
+from trainer.optim.sharded import ShardedAdam
+from trainer.swap.accesslog import AccessLog
+from trainer.swap.select import Backends
+from trainer.zero.buckets import GradReducer
+from trainer.zero.coordinator import Coordinator
+from trainer.zero.hooks import ModelHooks
+from trainer.zero.paramset import ParamSet
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """See the module's docstring. Not re-entrant; one thread."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainerConfig,
+        batch: BatchSizes,
+        backends: Backends,
+        params: ParamSet,
+        coordinator: Coordinator,
+        reducer: GradReducer,
+        optimizer: ShardedAdam,
+        access_log: AccessLog,
+        lr_scheduler: Any,
+    ) -> None:
+        self.module = model
+        self.config = config
+        self.batch = batch
+        self.backends = backends
+        self.params = params
+        self.coordinator = coordinator
+        self.reducer = reducer
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.global_steps = 0
+        """Optimizer steps taken."""
+        self.micro_steps = 0
+        """Backward passes taken."""
+        self.nonfinite_steps = 0
+        """Steps whose gradient norm was not finite. As in DeepSpeed they are taken, unclipped."""
+        self._grad_norm: float | None = None
+        self._access_log = access_log
+        self._hooks = ModelHooks(model, coordinator)
+        self._boundary = False
+        self._closed = False
+        params.on_modified = optimizer.refresh_masters
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward."""
+        self._must_be_open()
+        if self.module.training and self.coordinator.in_pass and not self.reducer.idle:
+            raise RuntimeError("loss.backward() was called; call engine.backward(loss) instead")
+        self.coordinator.begin_forward(training=self.module.training and torch.is_grad_enabled())
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self.coordinator.abort()
+            raise
+        self.coordinator.end_forward()
+        return output
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """Backward of one micro-step; the loss is divided by gradient_accumulation_steps. Returns the divided loss."""
+        self._must_be_open()
+        if self._boundary:
+            raise RuntimeError(
+                f"{self.batch.accumulation} micro-steps have been accumulated; call engine.step() before the next"
+            )
+        scaled = loss / self.batch.accumulation if self.batch.accumulation > 1 else loss
+        try:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.reducer.finish()
+        except BaseException:
+            self.reducer.forget()
+            self.coordinator.abort()
+            raise
+        self.coordinator.end_pass()
+        self.micro_steps += 1
+        self._boundary = self.micro_steps % self.batch.accumulation == 0
+        return scaled
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` will update the parameters."""
+        return self._boundary
+
+    def step(self) -> None:
+        """Clip, update, refresh; only after the last micro-step, otherwise nothing."""
+        self._must_be_open()
+        if not self._boundary:
+            return
+        self.params.drop_all()
+        norm = grad_norm(self.params.params, self.params.collectives)
+        self._grad_norm = norm.value
+        if norm.nonfinite is not None:
+            self._report_nonfinite(norm.nonfinite)
+        self.optimizer.apply(clip_scale(norm.value, self.config.gradient_clipping))
+        self.params.refresh_persistent()
+        self.reducer.new_step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.global_steps += 1
+        self._boundary = False
+        self._plan()
+
+    def _report_nonfinite(self, name: str) -> None:
+        self.nonfinite_steps += 1
+        if self.nonfinite_steps == 1:
+            log.warning("step %d: the gradient of %s is not finite; the step is taken", self.global_steps + 1, name)
+
+    def _plan(self) -> None:
+        """Record two whole steps once the trace holds, then tell the backends; again whenever it stopped holding."""
+        trace = self.coordinator.trace
+        if trace.settled and not self._access_log.recording and self._access_log.plans <= trace.invalidations:
+            self._access_log.restart()
+        elif self._access_log.recording and not trace.settled:
+            self._access_log.stop()
+        else:
+            self._access_log.step_ended()
+
+    # ---- the rest -----------------------------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> Engine:
+        """As `nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As `nn.Module.eval`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """As `nn.Module.training`."""
+        return self.module.training
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters, gathered or not."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters by name, gathered or not."""
+        return self.module.named_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Accumulation restarts by itself after each step."""
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping, over all ranks; None before the first step."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param_group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-step."""
+        return self.batch.micro
+
+    def train_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return self.batch.train
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per step."""
+        return self.batch.accumulation
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of the engine itself; those of the backends are at `engine.backends`."""
+        return {
+            "trace_invalidations": self.coordinator.trace.invalidations,
+            "cancelled_prefetches": self.coordinator.cancelled_prefetches,
+            "on_demand_gathers": self.coordinator.on_demand,
+            "late_gradients": self.reducer.late,
+            "nonfinite_steps": self.nonfinite_steps,
+            "live_parameters": self.params.live_numel,
+            "live_parameters_max": self.params.live_numel_max,
+            "live_parameter_bytes": self.params.live_bytes(),
+            "access_plans": self._access_log.plans,
+        }
+
+    def close(self) -> None:
+        """Take the hooks off and give the backends back. The parameters stay sharded. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        self.params.detach()
+        self.backends.close()
+
+    destroy = close
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
