@@ -23,7 +23,7 @@ from offloadd.io.drivers.native import BUFFER_SLOTS
 
 READ, WRITE, SYNC = 0, 1, 2
 WINDOWS_MAX = 1 << 17
-"""Windows kept. Beyond that the oldest go, at the price of the few hundred bytes that the package does not give back."""
+"""Windows kept. Beyond that the oldest go, at the price of some hundred bytes that the package does not give back."""
 _AGAIN = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 
 
