@@ -44,7 +44,11 @@ class JobFiles(Protocol):
     def grow(self, file: int, length: int) -> None:
         """Allocate the file's space up to `length` bytes. Blocking; NO_SPACE with figures."""
 
-    def close(self) -> None: ...
+    def withdraw(self) -> None:
+        """Take the descriptors back from the engine. Event loop only."""
+
+    def remove(self) -> None:
+        """Close and delete. Blocking."""
 
 
 class Doorbells(Protocol):
@@ -82,6 +86,8 @@ class Lifecycle:
         self._endpoints: dict[int, RingEndpoint | StreamEndpoint] = {}
         self._tickets: dict[str, Session] = {}
         self._closing: dict[int, asyncio.Task[None]] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
         self.draining = False
 
     # ---- open, reserve, register -----------------------------------------------------------------------------------
@@ -92,6 +98,7 @@ class Lifecycle:
         if ticket and ticket in self._tickets:
             raise OffloadError(Code.BAD_TOKEN, "this ticket has opened a session already; connect once per session")
         session, fenced = self._registry.open(request, uid, peer)
+        self._empty.clear()
         if ticket:
             self._tickets[ticket] = session
         log.info("%s: session %d opened, incarnation %d", session.title, session.id, session.incarnation)
@@ -202,6 +209,13 @@ class Lifecycle:
         if session is not None:
             self._start_closing(session, "the rank is gone")
 
+    def broken(self, session: int, error: OffloadError) -> None:
+        """The pump says that a session's ring cannot be trusted any more."""
+        for found in self._registry.sessions():
+            if found.id == session:
+                log.error("%s: %s", found.title, error.message)
+                self._start_closing(found, "its ring is broken")
+
     async def close(self, session: Session, reason: str) -> None:
         """End a session and return when everything it held has been given back. Idempotent."""
         await asyncio.shield(self._start_closing(session, reason))
@@ -234,6 +248,16 @@ class Lifecycle:
         job = self._registry.forget(session)
         if job is not None:
             await self._end_job(job)
+        if not self._registry.sessions():
+            self._empty.set()
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until no session is left; False at the deadline."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
 
     async def _detach(self, session: Session) -> None:
         """Wait for the transfers in flight, then take the session from pump, scheduler, store and engine."""
@@ -250,7 +274,8 @@ class Lifecycle:
     async def _end_job(self, job: Job) -> None:
         files = self._files.pop(job, None)
         if files is not None:
-            await asyncio.to_thread(files.close)
+            files.withdraw()
+            await asyncio.to_thread(files.remove)
         job.arena.close()
         log.info("job %s: over", job.name)
 

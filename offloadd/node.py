@@ -1,0 +1,325 @@
+"""The composition root: builds the rooms, starts them in order, drains, and stops them in reverse.
+
+Order: lock, engine, paths, calibration, store, pump, attach socket, gRPC, telemetry, dial ourselves, READY. Owns every
+task and lifetime of the daemon; nothing else starts threads or servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from offloadd.client.endpoint import check_loopback
+from offloadd.config import Config
+from offloadd.control.data_service import DataService
+from offloadd.control.describe import DaemonFacts, describe
+from offloadd.control.lifecycle import Lifecycle
+from offloadd.control.service import Authenticator, ControlService, hello
+from offloadd.core.clock import MonotonicClock
+from offloadd.core.errors import Code, ConfigError, OffloadError
+from offloadd.core.stats import Snapshot
+from offloadd.core.units import human
+from offloadd.io.select import choose_engine
+from offloadd.loop import PumpLoop
+from offloadd.pump import Pump
+from offloadd.scheduler.scheduler import Scheduler
+from offloadd.session.attach import AttachServer
+from offloadd.session.peer import Peer
+from offloadd.session.registry import Registry
+from offloadd.store.catalog import Catalog
+from offloadd.store.store import Store
+from offloadd.telemetry.collectors import render
+from offloadd.telemetry.http import Heartbeat, TelemetryServer
+from offloadd.volumes import Volumes
+from offloadd.wire.pb import control_pb2_grpc, data_pb2_grpc
+
+log = logging.getLogger("offloadd.node")
+
+SERVICE = "offloadd.v1.ControlService"
+MESSAGE_BYTES_MAX = 16 << 20
+STOP_GRACE_SECONDS = 2.0
+
+
+class Node:
+    """One daemon, from start to stop. `close` undoes whatever `start` got done, in reverse."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._clock = MonotonicClock()
+        self._exits = contextlib.AsyncExitStack()
+        self._heartbeat = Heartbeat()
+        self._stop = asyncio.Event()
+        self._served = False
+        self._snapshot: Snapshot | None = None
+
+    async def start(self) -> None:
+        """Everything up to READY. OffloadError, one sentence, if something stands against it."""
+        config = self._config
+        log.info("configuration: %s", config.model_dump_json())
+        if config.control.listen:
+            check_loopback(config.control.listen, "control.listen")
+        self._lock(config.control.socket)
+        self._engine, refusals = await asyncio.to_thread(
+            choose_engine, config.io.engine, config.io.driver, config.io.checksum_threads
+        )
+        self._exits.callback(self._engine.close)
+        notes = tuple(f"{refusal.candidate} is not used: {refusal.why}" for refusal in refusals)
+        for note in notes:
+            log.warning("%s", note)
+        log.info("engine %s, driver %s", self._engine.name, self._engine.driver)
+        await self._build_rooms()
+        await self._open_doors()
+        self._start_telemetry(notes)
+        await self._dial_ourselves()
+        self._heartbeat.ready = True
+        await self._health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+
+    def _lock(self, socket_path: str) -> None:
+        """One daemon per socket: gRPC would silently steal the path of a living one."""
+        directory = os.path.dirname(socket_path)
+        path = socket_path + ".lock"
+        try:
+            os.makedirs(directory, mode=0o755, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create {path}: {error.strerror}; set control.socket to a path that user {os.getuid()} "
+                "may write"
+            ) from error
+        self._exits.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                raise
+            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise ConfigError(
+                f"another daemon (pid {owner}) serves {socket_path}; stop it or choose another control.socket"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+
+    async def _build_rooms(self) -> None:
+        config = self._config
+        state = config.session.state_dir
+        wake: list[Callable[[], None]] = []
+        catalog = Catalog(
+            os.path.join(state, "catalog.sqlite") if state else ":memory:", lambda: wake[0]() if wake else None
+        )
+        self._exits.callback(catalog.close)
+        self._volumes = Volumes(config.swap, config.io, self._engine)
+        self._exits.callback(self._volumes.close)
+        await self._volumes.open(catalog)
+        self._store = Store(catalog)
+        self._scheduler = Scheduler(self._volumes.windows())
+        wait_ns = int(config.session.slot_wait_seconds * 1e9)
+        self._pump = Pump(self._store, self._scheduler, self._engine, self._clock, config.io.checksums, wait_ns)
+        for index, facts in enumerate(self._volumes.facts):
+            self._pump.stats.set_bandwidth(index, facts.mixed_bps)
+        self._registry = Registry(
+            config.memory.host_bytes, self._volumes.available_bytes(), config.session.sessions_max, self._clock.now_ns
+        )
+        self._loop = PumpLoop(self._pump, self._engine, self._clock, self._tick)
+        wake.append(self._loop.kick_threadsafe)
+        self._lifecycle = Lifecycle(
+            self._registry,
+            self._store,
+            self._scheduler,
+            self._pump,
+            self._engine,
+            self._volumes.open_job,
+            self._loop,
+            self._clock,
+        )
+        self._pump.on_broken = self._lifecycle.broken
+        self._loop.start()
+        self._exits.callback(self._loop.stop)
+        self._exits.push_async_callback(self._lifecycle.close_all, "the daemon stops")
+
+    async def _open_doors(self) -> None:
+        config = self._config.control
+        mode = 0o660 if config.group_access else 0o600
+        self._attach = AttachServer(
+            config.socket + ".attach", self._lifecycle.descriptors, self._lifecycle.connection_lost, self._may_connect
+        )
+        self._attach.start(mode)
+        self._exits.callback(self._attach.close)
+        options = [
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.so_reuseport", 0),
+        ]
+        server = grpc.aio.server(options=options)
+        token = self._token(config.token_file or config.socket + ".token") if config.listen else ""
+        authenticator = Authenticator(self._attach, token)
+        greeting = hello(
+            self._engine.name,
+            self._engine.driver,
+            [facts.directory for facts in self._volumes.facts],
+            self._config.lifetime.private,
+        )
+        control_pb2_grpc.add_ControlServiceServicer_to_server(
+            ControlService(self._lifecycle, authenticator, self._describe, greeting), server
+        )
+        data_pb2_grpc.add_DataServiceServicer_to_server(
+            DataService(self._lifecycle, authenticator, self._loop.kick), server
+        )
+        self._health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._listen_port = self._bind(server, mode)
+        await server.start()
+        self._exits.push_async_callback(server.stop, STOP_GRACE_SECONDS)
+
+    def _bind(self, server: grpc.aio.Server, mode: int) -> int:
+        config = self._config.control
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(config.socket)  # we hold the lock, so nobody listens there
+        umask = os.umask(0o777 & ~mode)
+        try:
+            server.add_insecure_port(f"unix:{config.socket}")
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {config.socket}: {error}") from error
+        finally:
+            os.umask(umask)
+        if not config.listen:
+            return 0
+        try:
+            return server.add_insecure_port(config.listen)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {config.listen}; choose another control.listen ({error})") from error
+
+    @staticmethod
+    def _token(path: str) -> str:
+        """The token's file is made on first use, readable by its owner only."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "r+") as file:
+                if os.fstat(descriptor).st_mode & 0o077:
+                    raise ConfigError(f"token file {path} is open to others; chmod it 600")
+                token = file.read().strip()
+                if not token:
+                    token = secrets.token_hex(32)
+                    file.write(token + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot use the token file {path}: {error.strerror}") from error
+        return token
+
+    def _may_connect(self, peer: Peer) -> bool:
+        return self._config.control.group_access or peer.uid in (0, os.getuid())
+
+    def _start_telemetry(self, notes: tuple[str, ...]) -> None:
+        config = self._config
+        metrics = ""
+        if config.telemetry.listen:
+            check_loopback(config.telemetry.listen, "telemetry.listen")
+            host, _, port = config.telemetry.listen.rpartition(":")
+            try:
+                server = TelemetryServer(host.strip("[]"), int(port), self._render, self._heartbeat)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {config.telemetry.listen}: {error.strerror}; set telemetry.listen to a free "
+                    "port, or to none"
+                ) from error
+            server.start()
+            self._exits.callback(server.close)
+            metrics = f"http://{host}:{server.port}/metrics"
+        host = (config.control.listen or "").rpartition(":")[0]
+        self._facts = DaemonFacts(
+            version=metadata.version("offloadd"),
+            pid=os.getpid(),
+            endpoint=f"unix://{config.control.socket}",
+            listen=f"grpc://{host}:{self._listen_port}" if config.control.listen else "",
+            metrics=metrics,
+            engine=self._engine.name,
+            driver=self._engine.driver,
+            engine_notes=notes,
+            checksums=config.io.checksums,
+            paths=tuple(self._volumes.facts),
+            started_ns=self._clock.now_ns(),
+        )
+
+    async def _dial_ourselves(self) -> None:
+        """READY is said only after a call through the socket was answered."""
+        async with grpc.aio.insecure_channel(f"unix:{self._config.control.socket}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                raise OffloadError(
+                    Code.UNAVAILABLE,
+                    f"the daemon cannot reach its own socket {self._config.control.socket}: {error.details()}",
+                ) from error
+
+    # ---- running -------------------------------------------------------------------------------------------------
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    async def serve(self) -> None:
+        """Until a signal, or until a private daemon has nobody left to serve."""
+        lifetime = self._config.lifetime
+        idle_since = time.monotonic()
+        while not self._stop.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), 0.5)
+            if self._lifecycle.session_count():
+                self._served = True
+                idle_since = time.monotonic()
+                continue
+            patience = lifetime.grace_seconds if self._served else lifetime.first_session_seconds
+            if lifetime.private and time.monotonic() - idle_since >= patience:
+                log.info("no session for %g s: this private daemon ends", patience)
+                return
+
+    async def drain(self) -> None:
+        """No new sessions; give ranks `drain_seconds` to leave."""
+        self._lifecycle.draining = True
+        self._heartbeat.ready = False
+        await self._health_servicer.enter_graceful_shutdown()
+        if not await self._lifecycle.wait_empty(self._config.lifetime.drain_seconds):
+            log.warning("%d sessions did not leave in time and are closed", self._lifecycle.session_count())
+
+    async def close(self) -> None:
+        await self._exits.aclose()
+
+    def _tick(self) -> None:
+        self._heartbeat.beat()
+        self._snapshot = self._pump.snapshot()
+
+    def _describe(self) -> dict[str, Any]:
+        return describe(self._facts, self._registry, self._pump.snapshot(), self._heartbeat.ready)
+
+    def _render(self) -> bytes:
+        snapshot = self._snapshot
+        return render(snapshot, self._facts) if snapshot is not None else b""
+
+
+async def run(config: Config, ready: Callable[[], None]) -> None:
+    """Start, serve until told to stop, drain, stop."""
+    node = Node(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.request_stop)
+    try:
+        await node.start()
+        ready()
+        log.info("READY on %s, %s of memory to lend", config.control.socket, human(config.memory.host_bytes))
+        await node.serve()
+        await node.drain()
+    finally:
+        await node.close()
+    log.info("stopped")
