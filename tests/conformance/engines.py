@@ -21,11 +21,13 @@ from offloadd.io.ringcheck import open_driver
 from offloadd.io.select import try_driver
 from offloadd.io.threads import ThreadsEngine
 from offloadd.io.uring import UringEngine
+from tests.faults.faulty_engine import FaultyEngine
 
 MOVING = [
     pytest.param("uring-native", marks=pytest.mark.uring),
     pytest.param("uring-liburing", marks=pytest.mark.uring),
     "threads",
+    "faulty-threads",
 ]
 ALL = [*MOVING, "null"]
 WAIT_SECONDS = 20.0
@@ -40,7 +42,10 @@ def make_engine(kind: str) -> Engine:
         if not trial.ok:
             pytest.skip(f"{kind}: {trial.why}")
         return UringEngine(open_driver(name, entries=128), checksum_threads=2, transfers_max=256)
-    return ThreadsEngine(threads=4, transfers_max=256) if kind == "threads" else NullEngine(transfers_max=256)
+    if kind == "null":
+        return NullEngine(transfers_max=256)
+    threads = ThreadsEngine(threads=4, transfers_max=256)
+    return threads if kind == "threads" else FaultyEngine(threads)
 
 
 class Rig:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ALL, FILE, MOVING, REGION, Rig, readable, rig_for
 
 import offloadd_native
 from offloadd.core.records import Direction, Transfer
 from offloadd.core.units import GRANULE_BYTES, PAGE_BYTES
 from offloadd.io.engine import FileTuning
+from tests.conformance.engines import ALL, FILE, MOVING, REGION, Rig, readable, rig_for
 
 READ, WRITE, CHECKSUM, SYNC = Direction.READ, Direction.WRITE, Direction.CHECKSUM, Direction.SYNC
 MIB = 1 << 20
