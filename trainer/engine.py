@@ -60,6 +60,8 @@ class Engine:
         self._grad_norm: float | None = None
         self._access_log = access_log
         self._hooks = ModelHooks(model, coordinator)
+        self._planned_for = -1
+        """Trace invalidations when the plan in force was recorded."""
         self._boundary = False
         self._closed = False
         params.on_modified = optimizer.refresh_masters
@@ -130,14 +132,15 @@ class Engine:
             log.warning("step %d: the gradient of %s is not finite; the step is taken", self.global_steps + 1, name)
 
     def _plan(self) -> None:
-        """Record two whole steps once the trace holds, then tell the backends; again whenever it stopped holding."""
-        trace = self.coordinator.trace
-        if trace.settled and not self._access_log.recording and self._access_log.plans <= trace.invalidations:
-            self._access_log.restart()
-        elif self._access_log.recording and not trace.settled:
-            self._access_log.stop()
+        """Record two whole steps once the trace holds, then tell the backends; again after it stopped holding."""
+        trace, access_log = self.coordinator.trace, self._access_log
+        if not trace.settled:
+            access_log.stop()
+        elif self._planned_for != trace.invalidations:
+            self._planned_for = trace.invalidations
+            access_log.restart()
         else:
-            self._access_log.step_ended()
+            access_log.step_ended()
 
     # ---- the rest -----------------------------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Engine:

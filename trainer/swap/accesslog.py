@@ -19,10 +19,12 @@ class AccessLog:
         self._steps = -1
         """Whole steps recorded; -1 while not recording."""
         self.plans = 0
+        self.paused = False
+        """Set while fetches are not part of a training step, as in an evaluation."""
 
     def note(self, backend: SwapBackend, tile: Tile, mode: str) -> None:
         """A fetch has started."""
-        if self._steps >= 0:
+        if self._steps >= 0 and not self.paused:
             _, accesses = self._accesses.setdefault(id(backend), (backend, []))
             accesses.append(Access(tile.shard, tile.index, mode))
 
@@ -35,11 +37,6 @@ class AccessLog:
         """Give up this recording."""
         self._accesses.clear()
         self._steps = -1
-
-    @property
-    def recording(self) -> bool:
-        """Whether a cycle is being recorded."""
-        return self._steps >= 0
 
     def step_ended(self) -> None:
         """One whole step is over; after two, the plan is handed over and recording ends."""

@@ -48,14 +48,19 @@ class Coordinator:
     # ---- passes -------------------------------------------------------------------------------------------------
     def begin_forward(self, training: bool) -> None:
         """The engine is called. A training pass goes on until `end_pass`, over several forwards if need be."""
-        self._paused = not training
+        self._pause(not training)
         if training and not self.in_pass:
             self.in_pass = True
             self.trace.begin()
 
     def end_forward(self) -> None:
         """The engine's call returned."""
-        self._paused = False
+        self._pause(False)
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        if self.params.log is not None:
+            self.params.log.paused = paused
 
     def end_pass(self) -> None:
         """Backward is over: nothing is needed any more."""
@@ -76,7 +81,7 @@ class Coordinator:
         self._frames.clear()
         self._active.clear()
         self._pinned = []
-        self._paused = False
+        self._pause(False)
         self.params.drop_all()
         self.in_pass = False
 

@@ -82,6 +82,11 @@ class ModelHooks:
         outputs = walk.watchable(output)
         for tensor in outputs:
             _on_gradient(tensor, call, self._coordinator.enter_backward)
+            # A caller may change a view in place, which gives it another history and loses its hooks, but its base's
+            # history stays part of the graph.
+            base = tensor._base
+            if base is not None and base.requires_grad and not base.is_leaf:
+                _on_gradient(base, call, self._coordinator.enter_backward)
         return bool(outputs)
 
     def _find_escaped(self, call: Call, output: Any) -> None:

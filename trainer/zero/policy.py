@@ -29,7 +29,8 @@ class Policy:
         """Parameters to start fetching now, in the order of their use. May exceed the bucket by one parameter.
 
         One that is gathered already is counted on: it is marked to stay until the use that was looked at, because a
-        later demand for it would have to wait behind what is fetched ahead here."""
+        later demand for it would have to wait behind what is fetched ahead here. Where nothing may stay (a reuse
+        distance of 0), looking ahead ends there instead."""
         limit = min(self.max_live - live, self.prefetch_bucket)
         chosen: dict[ZeroParam, None] = {}
         ahead = 0
@@ -40,8 +41,9 @@ class Policy:
                 if zero.persistent or zero in chosen:
                     continue
                 if zero.state is ParamState.AVAILABLE:
+                    if self.max_reuse_distance == 0:
+                        return list(chosen)
                     zero.kept_until = max(zero.kept_until, trace.position + offset)
-                    continue
                 ahead += zero.numel
                 if zero.state is ParamState.NOT_AVAILABLE:
                     chosen[zero] = None

@@ -21,8 +21,9 @@ _Function = Callable[..., Any]
 
 
 def _slots(slot: str, *names: str) -> set[_Function]:
-    """Descriptor methods of Tensor attributes: what __torch_function__ receives for `t.name`, `t.name = x`, ..."""
-    return {getattr(getattr(torch.Tensor, name), slot) for name in names}
+    """Descriptor methods of Tensor attributes: what __torch_function__ receives for `t.name`, `t.name = x`, ...
+    Releases of torch differ in which they have."""
+    return {getattr(getattr(torch.Tensor, name), slot) for name in names if hasattr(torch.Tensor, name)}
 
 
 _READABLE = (
