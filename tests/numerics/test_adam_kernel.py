@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offloadd_native
-from trainer.optim.reference import adam_step
+from trainer.optim.hyper import AdamHyper
+from trainer.optim.reference import adam_reference
 
 DTYPES = {torch.float32: offloadd_native.F32, torch.bfloat16: offloadd_native.BF16, torch.float16: offloadd_native.F16}
 LEVELS = offloadd_native.cpu_levels()
@@ -73,7 +74,7 @@ def native(s: dict[str, torch.Tensor], threads: int = 1, first: int = 0, last: i
 
 
 def reference(s: dict[str, torch.Tensor], **kw: object) -> None:
-    adam_step(s["master"], s["exp_avg"], s["exp_avg_sq"], s["grad"], s["out"], **kw)  # type: ignore[arg-type]
+    adam_reference(s["master"], s["exp_avg"], s["exp_avg_sq"], s["grad"], s["out"], AdamHyper(**kw))  # type: ignore[arg-type]
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
