@@ -1,6 +1,6 @@
 """Benchmark of the native optimizer step: against a bare memory stream, and against torch's fused AdamW.
 
-`python tests/bench/adam.py [--count N] [--threads N] [--rounds N]` prints one JSON object. The three take turns, so that
+`python tests/bench/adam.py [--count N] [--threads N] [--rounds N]` prints one JSON object. All take turns, so that
 a change of clock or of a neighbour's load hits all of them; medians are compared. Bandwidth counts each array once per
 read and once per write: 28 bytes per element with a 16-bit copy, 30 for torch's fp32 gradient without one.
 """
