@@ -5,10 +5,12 @@ Called by `ShardedAdam` for each piece of a tile. Touches the tensors it is give
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 
+from trainer.optim import reference
 from trainer.optim.hyper import AdamHyper
 
 Update = Callable[
@@ -63,11 +65,19 @@ def native_update() -> Update | None:
     return update
 
 
+def reference_update(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    hyper: AdamHyper,
+) -> None:
+    """Plain torch, the same bits, slower."""
+    reference.adam_step(master, exp_avg, exp_avg_sq, grad, out, **dataclasses.asdict(hyper))
+
+
 def choose_update(torch_adam: bool) -> Update:
     """The native kernel, unless told otherwise or absent."""
     native = None if torch_adam else native_update()
-    if native is not None:
-        return native
-    from trainer.optim.reference import adam_reference
-
-    return adam_reference
+    return native or reference_update

@@ -1,0 +1,117 @@
+"""Bit for bit the same losses, norms, weights, masters and moments, whatever is offloaded and however many ranks.
+
+The slice that always runs has every model at world 1 and 2 and some at 3 and 4; the whole matrix is marked `full`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from tests.numerics.parity.cells import WAYS, Cell
+from tests.numerics.parity.world import WorldResult, as_id
+from tests.numerics.parity.zoo import ZOO
+
+_OFFLOADED = [way for way in WAYS if way != "reference"]
+_FULL = [
+    Cell(model, accumulation, clip, bf16)
+    for model, accumulation, clip, bf16 in itertools.product(ZOO, (1, 4), (0.0, 0.05), (False, True))
+]
+_TWO = [Cell(model, 2 if model == "plain" else 1, 0.05, model in ("plain", "checkpoint")) for model in ZOO]
+SLICE: dict[int, list[Cell]] = {
+    1: [Cell(model, 1 + n % 2, 0.05 * (n % 3), False) for n, model in enumerate(ZOO)] + [Cell("plain", 4, 1.0, True)],
+    2: _TWO,
+    3: [Cell("sizes"), Cell("tied", 4, 0.0, True), Cell("checkpoint_reentrant")],
+    4: [Cell("shapes", 2, 0.05, True), Cell("borrowing")],
+}
+WholeWorld = Callable[[int, str], WorldResult]
+
+
+@pytest.fixture(scope="module")
+def whole_world(tmp_path_factory: pytest.TempPathFactory) -> WholeWorld:
+    """Each world is spawned once per module, when the first of its cells is looked at."""
+    made: dict[tuple[int, str], WorldResult] = {}
+
+    def get(world: int, matrix: str) -> WorldResult:
+        if (world, matrix) not in made:
+            cells = SLICE[world] if matrix == "slice" else _FULL
+            made[world, matrix] = WorldResult(world, cells, tmp_path_factory.mktemp(f"world{world}"))
+        return made[world, matrix]
+
+    return get
+
+
+def _check_bits(result: WorldResult, cell: Cell, way: str) -> None:
+    different = {rank: entry[way]["differences"] for rank, entry in enumerate(result.of(cell))}
+    assert not any(different.values()), different
+
+
+_CASES = [
+    pytest.param(world, cell, way, id=f"{world}-{cell.id}-{way}")
+    for world, cells in SLICE.items()
+    for cell in cells
+    for way in _OFFLOADED
+]
+
+
+@pytest.mark.parametrize(("world", "cell", "way"), _CASES)
+def test_offloading_changes_no_bit(whole_world: WholeWorld, world: int, cell: Cell, way: str) -> None:
+    _check_bits(whole_world(world, "slice"), cell, way)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("way", _OFFLOADED)
+@pytest.mark.parametrize("cell", _FULL, ids=as_id)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_offloading_changes_no_bit_in_the_whole_matrix(
+    whole_world: WholeWorld, world: int, cell: Cell, way: str
+) -> None:
+    _check_bits(whole_world(world, "full"), cell, way)
+
+
+_AGAINST_TORCH = [
+    pytest.param(world, cell, id=f"{world}-{cell.id}")
+    for world, cells in SLICE.items()
+    for cell in cells
+    if not cell.bf16 and cell.model != "branching"
+]
+
+
+@pytest.mark.parametrize(("world", "cell"), _AGAINST_TORCH)
+def test_training_is_that_of_plain_torch(whole_world: WholeWorld, world: int, cell: Cell) -> None:
+    assert whole_world(world, "slice").of(cell)[0]["far_from_plain"] == []
+
+
+@pytest.mark.parametrize("world", sorted(SLICE))
+def test_ranks_agree_on_norms(whole_world: WholeWorld, world: int) -> None:
+    result = whole_world(world, "slice")
+    for cell in SLICE[world]:
+        assert len({tuple(entry["norms"]) for entry in result.of(cell)}) == 1
+
+
+def test_live_parameter_bytes_fall_back_after_forward(whole_world: WholeWorld) -> None:
+    result = whole_world(1, "slice")
+    for cell in SLICE[1]:
+        live = result.of(cell)[0]["eager"]["live"]
+        assert live == [0] * len(live), cell.id
+
+
+def test_no_lease_is_left_open(whole_world: WholeWorld) -> None:
+    for world, cells in SLICE.items():
+        for cell in cells:
+            for entry in whole_world(world, "slice").of(cell):
+                assert entry["eager"]["statistics"]["open_leases"] == 0
+
+
+def test_a_branch_that_alternates_is_counted_and_costs_nothing_else(whole_world: WholeWorld) -> None:
+    cell = next(cell for cell in SLICE[1] if cell.model == "branching")
+    assert whole_world(1, "slice").of(cell)[0]["eager"]["statistics"]["trace_invalidations"] > 0
+
+
+def test_gradients_that_come_in_two_parts_are_counted(whole_world: WholeWorld) -> None:
+    cell = next(cell for cell in SLICE[3] if cell.model == "checkpoint_reentrant")
+    assert all(entry["eager"]["statistics"]["late_gradients"] > 0 for entry in whole_world(3, "slice").of(cell))
