@@ -55,7 +55,7 @@ def serve(path: str | None, ready_fd: int, log_file: str | None, **flags: str | 
         config = configuration.load(path, given)
     except OffloadError as error:
         _log_to(log_file, "info")
-        raise SystemExit(_refuse(error)) from None
+        raise SystemExit(_refuse(error, ready_fd)) from None
     if config.lifetime.private:
         guardian.watch(os.path.dirname(config.control.socket))
     _log_to(log_file, config.telemetry.log_level)
@@ -63,28 +63,25 @@ def serve(path: str | None, ready_fd: int, log_file: str | None, **flags: str | 
     from offloadd.node import run
 
     try:
-        asyncio.run(run(config, _ready(ready_fd)))
+        asyncio.run(run(config, lambda: _tell(ready_fd, "READY")))
     except OffloadError as error:
-        raise SystemExit(_refuse(error)) from None
+        raise SystemExit(_refuse(error, ready_fd)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
 
-def _refuse(error: OffloadError) -> int:
+def _refuse(error: OffloadError, ready_fd: int) -> int:
     log.error("%s", error.message)
+    _tell(ready_fd, error.message)
     return 1
 
 
-def _ready(descriptor: int) -> Any:
-    """Tells whoever started us, if somebody did."""
-
-    def ready() -> None:
-        if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.write(descriptor, b"READY\n")
-                os.close(descriptor)
-
-    return ready
+def _tell(descriptor: int, message: str) -> None:
+    """Tell whoever started us, if somebody did: READY, or why not."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.write(descriptor, message.encode() + b"\n")
+            os.close(descriptor)
 
 
 def _log_to(log_file: str | None, level: str) -> None:

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import signal
-import time
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -52,6 +51,8 @@ log = logging.getLogger("offloadd.node")
 SERVICE = "offloadd.v1.ControlService"
 MESSAGE_BYTES_MAX = 16 << 20
 STOP_GRACE_SECONDS = 2.0
+LOOK_SECONDS = 0.2
+"""How often a private daemon looks whether it is still needed."""
 
 
 class Node:
@@ -63,7 +64,6 @@ class Node:
         self._exits = contextlib.AsyncExitStack()
         self._heartbeat = Heartbeat()
         self._stop = asyncio.Event()
-        self._served = False
         self._snapshot: Snapshot | None = None
 
     async def start(self) -> None:
@@ -272,16 +272,13 @@ class Node:
     async def serve(self) -> None:
         """Until a signal, or until a private daemon has nobody left to serve."""
         lifetime = self._config.lifetime
-        idle_since = time.monotonic()
         while not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), 0.5)
-            if self._lifecycle.session_count():
-                self._served = True
-                idle_since = time.monotonic()
+                await asyncio.wait_for(self._stop.wait(), LOOK_SECONDS)
+            if not lifetime.private or self._lifecycle.session_count():
                 continue
-            patience = lifetime.grace_seconds if self._served else lifetime.first_session_seconds
-            if lifetime.private and time.monotonic() - idle_since >= patience:
+            patience = lifetime.grace_seconds if self._lifecycle.sessions_opened else lifetime.first_session_seconds
+            if self._clock.now_ns() - self._lifecycle.idle_since_ns >= patience * 1e9:
                 log.info("no session for %g s: this private daemon ends", patience)
                 return
 

@@ -72,9 +72,10 @@ def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_
 
 
 def _await_ready(process: subprocess.Popen[bytes], descriptor: int, timeout_s: float, log_path: str) -> None:
-    """The daemon writes 'READY\\n', or closes the pipe without it when it gives up."""
+    """The daemon writes one line: READY, or why it does not start. It closes the pipe without a word if it crashes."""
     deadline = time.monotonic() + timeout_s
-    while True:
+    said = b""
+    while not said.endswith(b"\n"):
         remaining = deadline - time.monotonic()
         if remaining <= 0 or not select.select([descriptor], [], [], remaining)[0]:
             process.kill()
@@ -82,13 +83,16 @@ def _await_ready(process: subprocess.Popen[bytes], descriptor: int, timeout_s: f
             raise OffloadError(
                 Code.TIMED_OUT, f"the private daemon was not ready within {timeout_s:g} s: {_last_line(log_path)}"
             )
-        data = os.read(descriptor, 16)
-        if data.startswith(b"READY"):
-            return
+        data = os.read(descriptor, 4096)
         if not data:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            raise OffloadError(Code.UNAVAILABLE, f"the private daemon did not start: {_last_line(log_path)}")
+            break
+        said += data
+    if said == b"READY\n":
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    reason = said.decode("utf-8", "replace").strip() or _last_line(log_path)
+    raise OffloadError(Code.UNAVAILABLE, f"the private daemon did not start: {reason}")
 
 
 def _last_line(log_path: str) -> str:

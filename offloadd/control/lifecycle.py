@@ -89,6 +89,9 @@ class Lifecycle:
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
+        self.sessions_opened = 0
+        self.idle_since_ns = clock.now_ns()
+        """When the last session ended; the start, before the first."""
 
     # ---- open, reserve, register -----------------------------------------------------------------------------------
     async def open(self, request: OpenRequest, uid: int, peer: Peer | None, ticket: str) -> Session:
@@ -99,6 +102,7 @@ class Lifecycle:
             raise OffloadError(Code.BAD_TOKEN, "this ticket has opened a session already; connect once per session")
         session, fenced = self._registry.open(request, uid, peer)
         self._empty.clear()
+        self.sessions_opened += 1
         if ticket:
             self._tickets[ticket] = session
         log.info("%s: session %d opened, incarnation %d", session.title, session.id, session.incarnation)
@@ -249,6 +253,7 @@ class Lifecycle:
         if job is not None:
             await self._end_job(job)
         if not self._registry.sessions():
+            self.idle_since_ns = self._clock.now_ns()
             self._empty.set()
 
     async def wait_empty(self, timeout_s: float) -> bool:

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.units import PAGE_BYTES, align_up, human
-from offloadd.io.mounts import VOLATILE, direct_works, filesystem, free_bytes
+from offloadd.io.mounts import VOLATILE, direct_works, filesystem, free_bytes, scratch_file
 
 log = logging.getLogger(__name__)
 
-LOCK_NAME = ".offloadd.lock"
 ROOT_NAME = "offloadd"
 FILE_NAME = "tiles.swap"
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -46,6 +45,8 @@ class SwapPath:
             self.filesystem = filesystem(directory)
             self.volatile = self.filesystem in VOLATILE
             """Its bytes are memory: swapping there frees none."""
+            with scratch_file(directory, direct=False):
+                pass  # a file can be made here at all
             self.direct = direct_works(directory)
         except OSError as error:
             os.close(self._lock)
@@ -91,21 +92,32 @@ def _check_directory(directory: str) -> None:
 
 
 def _lock(directory: str) -> int:
-    """Take the path's lock, kept as long as the returned descriptor is open: also the kernel drops it at our death."""
-    path = os.path.join(directory, LOCK_NAME)
+    """Lock the directory itself, so that nothing is left behind; the kernel drops the lock at our death."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise _unusable(directory, f"its lock file {path} cannot be opened ({error.strerror})") from error
+        raise _unusable(directory, f"it cannot be opened ({error.strerror})") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        owner = _owner(os.fstat(fd))
         os.close(fd)
         raise _unusable(directory, f"another daemon (pid {owner}) swaps there; give each a path of its own") from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise _unusable(directory, f"its file system has no locks ({error.strerror})") from error
     return fd
+
+
+def _owner(facts: os.stat_result) -> str:
+    """Who holds the lock, for the message; /proc/locks names it unless it is in another pid namespace."""
+    inode = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
+    with contextlib.suppress(OSError), open("/proc/locks") as locks:
+        for line in locks:
+            fields = line.split()
+            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == inode:
+                return fields[4]
+    return "unknown"
 
 
 @dataclass(slots=True)

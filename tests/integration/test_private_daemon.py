@@ -1,0 +1,90 @@
+"""The embedded default: a daemon for one job, which leaves nothing behind, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offloadd.client import Mode, OffloadError, PrivateDaemon, ShardSpec, connect, start_private
+from tests.daemon import until
+
+SETTINGS = {"io.calibrate_seconds": 0, "memory.host_bytes": "16MiB", "lifetime.grace_seconds": 0.2}
+
+
+def begin(tmp_path: Path, **more: object) -> PrivateDaemon:
+    return start_private([str(tmp_path)], {**SETTINGS, **more}, 30)
+
+
+def gone(daemon: PrivateDaemon) -> bool:
+    try:
+        os.waitpid(daemon.pid, os.WNOHANG)
+    except ChildProcessError:
+        pass
+    return not os.path.exists(f"/proc/{daemon.pid}") and not os.path.exists(daemon.directory)
+
+
+def use(daemon: PrivateDaemon) -> None:
+    session = connect(daemon.endpoint, timeout_s=20)
+    session.reserve(tile_bytes=256 << 10)
+    shard = session.register([ShardSpec("a", "float32", 1 << 20, "param")])[0]
+    session.fetch(shard, 0, Mode.OVERWRITE).wait().store()
+    session.flush()
+    session.close()
+
+
+def test_it_ends_with_its_job_and_leaves_nothing(tmp_path: Path) -> None:
+    daemon = begin(tmp_path)
+    use(daemon)
+    assert until(lambda: gone(daemon))
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_ends_when_nobody_ever_comes(tmp_path: Path) -> None:
+    daemon = begin(tmp_path, **{"lifetime.first_session_seconds": 0.3})
+    assert until(lambda: gone(daemon))
+
+
+def test_killed_itself_it_leaves_nothing(tmp_path: Path) -> None:
+    daemon = begin(tmp_path)
+    session = connect(daemon.endpoint, timeout_s=20)
+    session.reserve(tile_bytes=256 << 10)
+    shard = session.register([ShardSpec("a", "float32", 1 << 20, "param")])[0]
+    session.fetch(shard, 0, Mode.OVERWRITE).wait().store()
+    os.kill(daemon.pid, signal.SIGKILL)
+    assert until(lambda: gone(daemon))
+    assert not list(tmp_path.iterdir())
+    session.close()
+
+
+def test_it_outlives_the_kill_of_the_rank_that_started_it_and_then_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from offloadd.client import connect, start_private\n"
+        f"daemon = start_private([{str(tmp_path)!r}], {SETTINGS!r})\n"
+        "session = connect(daemon.endpoint)\n"
+        "session.reserve(tile_bytes=256 << 10)\n"
+        "print(daemon.pid, daemon.directory, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    pid, directory = starter.stdout.readline().split()
+    daemon = PrivateDaemon("", int(pid), directory)
+    other = connect(f"unix://{directory}/offloadd.sock", timeout_s=10)
+    starter.kill()
+    starter.wait(10)
+    assert os.path.exists(f"/proc/{pid}")
+    other.close()
+    assert until(lambda: gone(daemon))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_cannot_be_used_is_the_daemons_own_sentence(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match="cannot be used: No such file") as caught:
+        start_private([str(tmp_path / "missing")], SETTINGS, 30)
+    assert "\n" not in caught.value.message
