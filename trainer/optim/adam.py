@@ -5,13 +5,12 @@ Called by `ShardedAdam` for each piece of a tile. Touches the tensors it is give
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
 
-from trainer.optim import reference
 from trainer.optim.hyper import AdamHyper
+from trainer.optim.reference import adam_reference
 
 Update = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", AdamHyper],
@@ -65,19 +64,7 @@ def native_update() -> Update | None:
     return update
 
 
-def reference_update(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor | None,
-    hyper: AdamHyper,
-) -> None:
-    """Plain torch, the same bits, slower."""
-    reference.adam_step(master, exp_avg, exp_avg_sq, grad, out, **dataclasses.asdict(hyper))
-
-
 def choose_update(torch_adam: bool) -> Update:
-    """The native kernel, unless told otherwise or absent."""
+    """The native kernel, unless told otherwise or absent; the reference gives the same bits, slower."""
     native = None if torch_adam else native_update()
-    return native or reference_update
+    return native or adam_reference
