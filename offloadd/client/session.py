@@ -122,7 +122,14 @@ class ClientSession:
     def register(self, specs: Sequence[ShardSpec]) -> list[RegisteredShard]:
         """Make room for shards, all or none."""
         shards = [
-            control_pb2.Shard(name=s.name, dtype=s.dtype, length=s.length, kind=s.kind, in_memory_only=not s.on_disk)
+            control_pb2.Shard(
+                name=s.name,
+                dtype=s.dtype,
+                length=s.length,
+                kind=s.kind,
+                in_memory_only=not s.on_disk,
+                tile_bytes=s.tile_bytes,
+            )
             for s in specs
         ]
         request = control_pb2.RegisterShardsRequest(session=self._ref, shards=shards)

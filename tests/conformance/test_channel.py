@@ -144,10 +144,10 @@ def test_the_slot_stays_as_long_as_a_view_of_it_lives(session: ClientSession) ->
 
 def test_memory_all_on_loan_is_an_error_that_says_so(session: ClientSession) -> None:
     shard = register(session, 16 * MIB)
-    held = []
-    with pytest.raises(OffloadError, match="tiles fetched and not handed back") as caught:
-        for tile in range(17):
-            held.append(session.fetch(shard, tile, Mode.OVERWRITE).wait())
+    held = [session.fetch(shard, tile, Mode.OVERWRITE).wait() for tile in range(16)]
+    one_more = session.fetch(shard, 16, Mode.OVERWRITE)
+    with pytest.raises(OffloadError, match="16 tiles fetched and not handed back") as caught:
+        one_more.wait()
     assert code_of(caught) is Code.SLOTS_EXHAUSTED
     for slot in held:
         slot.release()

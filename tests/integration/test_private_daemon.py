@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,10 +22,8 @@ def begin(tmp_path: Path, **more: object) -> PrivateDaemon:
 
 
 def gone(daemon: PrivateDaemon) -> bool:
-    try:
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(daemon.pid, os.WNOHANG)
-    except ChildProcessError:
-        pass
     return not os.path.exists(f"/proc/{daemon.pid}") and not os.path.exists(daemon.directory)
 
 
