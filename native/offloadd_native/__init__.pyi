@@ -62,8 +62,8 @@ URING_COMPLETION: Final[np.dtype[np.void]]
 """Structured dtype of one completion: user u8, result i4 (bytes or -errno)."""
 
 class Uring:
-    """An io_uring with its completion eventfd. Set-up tries SINGLE_ISSUER|DEFER_TASKRUN, then COOP_TASKRUN, then
-    plain; raises OSError with the kernel's errno if none works."""
+    """An io_uring with its completion eventfd. Set-up tries COOP_TASKRUN, then plain; raises OSError with the kernel's
+    errno if neither works. Used by one thread at a time; a thread's operations must complete before it ends."""
 
     def __init__(self, entries: int) -> None: ...
     def fileno(self) -> int:

@@ -105,37 +105,37 @@ OFFLOADD_INLINE void narrow_f16c(const float* source, std::uint16_t* target, std
 #endif
 
 // One thread's elements [first, last): tile by tile, every array read once from memory and written once.
-#define OFFLOADD_ADAM_BODY(HAS_F16C)                                                                                   \
-  alignas(64) float staged[kTile];                                                                                     \
-  const auto* grad32 = static_cast<const float*>(a.grad);                                                              \
-  const auto* grad16 = static_cast<const std::uint16_t*>(a.grad);                                                      \
-  for (std::size_t at = first; at < last; at += kTile) {                                                               \
-    const std::size_t count = std::min(kTile, last - at);                                                              \
-    const float* grad = staged;                                                                                        \
-    if (a.grad_dtype == Dtype::kF32) {                                                                                 \
-      grad = grad32 + at;                                                                                              \
-    } else if (a.grad_dtype == Dtype::kBf16) {                                                                         \
-      widen_bf16(grad16 + at, staged, count);                                                                          \
-    } else if (HAS_F16C) {                                                                                             \
-      widen_f16c(grad16 + at, staged, count);                                                                          \
-    } else {                                                                                                           \
-      widen_f16(grad16 + at, staged, count);                                                                           \
-    }                                                                                                                  \
-    if (f.l2) {                                                                                                        \
-      update<true>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f);                                  \
-    } else {                                                                                                           \
-      update<false>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f);                                 \
-    }                                                                                                                  \
-    if (a.out == nullptr) continue;                                                                                    \
-    if (a.out_dtype == Dtype::kF32) {                                                                                  \
-      std::copy_n(a.master + at, count, static_cast<float*>(a.out) + at);                                              \
-    } else if (a.out_dtype == Dtype::kBf16) {                                                                          \
-      narrow_bf16(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);                                      \
-    } else if (HAS_F16C) {                                                                                             \
-      narrow_f16c(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);                                      \
-    } else {                                                                                                           \
-      narrow_f16(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);                                       \
-    }                                                                                                                  \
+#define OFFLOADD_ADAM_BODY(HAS_F16C)                                                   \
+  alignas(64) float staged[kTile];                                                     \
+  const auto* grad32 = static_cast<const float*>(a.grad);                              \
+  const auto* grad16 = static_cast<const std::uint16_t*>(a.grad);                      \
+  for (std::size_t at = first; at < last; at += kTile) {                               \
+    const std::size_t count = std::min(kTile, last - at);                              \
+    const float* grad = staged;                                                        \
+    if (a.grad_dtype == Dtype::kF32) {                                                 \
+      grad = grad32 + at;                                                              \
+    } else if (a.grad_dtype == Dtype::kBf16) {                                         \
+      widen_bf16(grad16 + at, staged, count);                                          \
+    } else if (HAS_F16C) {                                                             \
+      widen_f16c(grad16 + at, staged, count);                                          \
+    } else {                                                                           \
+      widen_f16(grad16 + at, staged, count);                                           \
+    }                                                                                  \
+    if (f.l2) {                                                                        \
+      update<true>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f);  \
+    } else {                                                                           \
+      update<false>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f); \
+    }                                                                                  \
+    if (a.out == nullptr) continue;                                                    \
+    if (a.out_dtype == Dtype::kF32) {                                                  \
+      std::copy_n(a.master + at, count, static_cast<float*>(a.out) + at);              \
+    } else if (a.out_dtype == Dtype::kBf16) {                                          \
+      narrow_bf16(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);      \
+    } else if (HAS_F16C) {                                                             \
+      narrow_f16c(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);      \
+    } else {                                                                           \
+      narrow_f16(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);       \
+    }                                                                                  \
   }
 
 using Kernel = void (*)(const AdamArrays&, const Factors&, std::size_t, std::size_t);
@@ -153,18 +153,20 @@ __attribute__((target("avx2,f16c"))) void kernel_avx2(const AdamArrays& a, const
   OFFLOADD_ADAM_BODY(true)
 }
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,prefer-vector-width=512"))) void kernel_avx512(
-    const AdamArrays& a, const Factors& f, std::size_t first, std::size_t last) {
-  OFFLOADD_ADAM_BODY(true)
-}
+    const AdamArrays& a, const Factors& f, std::size_t first, std::size_t last){OFFLOADD_ADAM_BODY(true)}
 #endif
 
 Kernel pick_kernel() {
 #if defined(__x86_64__)
   switch (cpu_level()) {
-    case CpuLevel::kAvx512: return kernel_avx512;
-    case CpuLevel::kAvx2: return kernel_avx2;
-    case CpuLevel::kSse42: return kernel_sse42;
-    case CpuLevel::kBaseline: break;
+    case CpuLevel::kAvx512:
+      return kernel_avx512;
+    case CpuLevel::kAvx2:
+      return kernel_avx2;
+    case CpuLevel::kSse42:
+      return kernel_sse42;
+    case CpuLevel::kBaseline:
+      break;
   }
 #endif
   return kernel_baseline;

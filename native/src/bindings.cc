@@ -231,7 +231,7 @@ void py_adam_step(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t 
                           reinterpret_cast<void*>(out),
                           checked_dtype(out_dtype),
                           count};
-  const AdamScalars scalars{lr,          beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2_sqrt,
+  const AdamScalars scalars{lr,         beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2_sqrt,
                             grad_scale, adamw};
   const nb::gil_scoped_release released;
   adam_step(arrays, scalars, threads);

@@ -36,10 +36,14 @@ CpuLevel cpu_level() {
 
 const char* cpu_level_name(CpuLevel level) {
   switch (level) {
-    case CpuLevel::kAvx512: return "avx512";
-    case CpuLevel::kAvx2: return "avx2";
-    case CpuLevel::kSse42: return "sse42";
-    case CpuLevel::kBaseline: return "baseline";
+    case CpuLevel::kAvx512:
+      return "avx512";
+    case CpuLevel::kAvx2:
+      return "avx2";
+    case CpuLevel::kSse42:
+      return "sse42";
+    case CpuLevel::kBaseline:
+      return "baseline";
   }
   return "baseline";
 }

@@ -35,7 +35,8 @@ inline float from_f16(std::uint16_t half) {
   const std::uint32_t rest = half & 0x7fffu;
   // Subnormal: an integer multiple of 2^-24, exact in fp32.
   if (rest < 0x0400u) return float_of(sign | bits_of(static_cast<float>(rest) * 0x1p-24f));
-  if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | ((rest & 0x03ffu) << 13) | (rest > 0x7c00u ? 0x400000u : 0));
+  if (rest >= 0x7c00u)
+    return float_of(sign | 0x7f800000u | ((rest & 0x03ffu) << 13) | (rest > 0x7c00u ? 0x400000u : 0));
   return float_of(sign | ((rest << 13) + 0x38000000u));  // exponent bias 127 instead of 15
 }
 

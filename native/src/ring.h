@@ -31,8 +31,8 @@ struct RingHeader {
   std::atomic<std::uint32_t> version;
   std::atomic<std::uint32_t> entries;
   std::atomic<std::uint32_t> entry_bytes;
-  alignas(kCacheLine) std::atomic<std::uint64_t> head;  // written by the consumer
-  alignas(kCacheLine) std::atomic<std::uint64_t> tail;  // written by the producer
+  alignas(kCacheLine) std::atomic<std::uint64_t> head;      // written by the consumer
+  alignas(kCacheLine) std::atomic<std::uint64_t> tail;      // written by the producer
   alignas(kCacheLine) std::atomic<std::uint32_t> sleeping;  // set by the consumer, cleared by either
 };
 static_assert(sizeof(RingHeader) == 4 * kCacheLine);

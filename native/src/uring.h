@@ -1,8 +1,8 @@
 // An io_uring on the raw system calls: arrays of operations in, arrays of completions out.
 //
-// Used by one thread (set-up with SINGLE_ISSUER makes the kernel insist). It never has more requests in flight than the
-// completion queue holds, so that queue cannot overflow. It decides nothing: no retries, no continuing of short
-// transfers. Source: io_uring_setup(2), io_uring_enter(2), io_uring_register(2).
+// Used by one thread at a time; what a thread submits must complete before it ends. It never has more requests in
+// flight than the completion queue holds, so that queue cannot overflow. It decides nothing: no retries, no continuing
+// of short transfers. Source: io_uring_setup(2), io_uring_enter(2), io_uring_register(2).
 #pragma once
 
 #include <linux/io_uring.h>

@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -289,3 +290,13 @@ def test_memory_and_descriptors_stay_flat(rig: Rig) -> None:
     churn(10_000)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert rss_kib() - memory < 4096
+
+
+@moving
+def test_an_idle_engine_can_pass_to_another_thread(rig: Rig) -> None:
+    """A daemon makes and calibrates its engine on a helper thread and then uses it from its event loop."""
+    fill(rig)
+    with ThreadPoolExecutor(1) as helper:
+        helper.submit(rig.one, rig.transfer(WRITE, 0, MIB, checksum=True)).result(timeout=30)
+    assert rig.one(rig.transfer(READ, 2 * MIB, MIB, file_at=0)).result == MIB
+    assert rig.memory[:MIB] == rig.memory[2 * MIB : 3 * MIB]
