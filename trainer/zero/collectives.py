@@ -28,7 +28,8 @@ class Collectives(Protocol):
         """Meet, and check that every rank is about to do the same thing."""
 
     def all_gather(self, pieces: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
-        """`pieces[r]` receives rank r's `mine`; all of one length, contiguous. Any dtype, bit for bit."""
+        """`pieces[r]` receives rank r's `mine`, which may be its own piece; all of one length, contiguous. Any dtype,
+        bit for bit."""
 
     def reduce_rows(self, matrix: torch.Tensor, scatter: bool, what: str) -> torch.Tensor:
         """Sum a (world, n) matrix over ranks; returns this rank's row."""
@@ -50,8 +51,9 @@ class SoloCollectives:
         """Nobody to disagree with."""
 
     def all_gather(self, pieces: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
-        """A copy."""
-        pieces[0].copy_(mine)
+        """A copy, unless it is there already."""
+        if pieces[0].data_ptr() != mine.data_ptr():
+            pieces[0].copy_(mine)
 
     def reduce_rows(self, matrix: torch.Tensor, scatter: bool, what: str) -> torch.Tensor:
         """The only row."""

@@ -97,11 +97,16 @@ class ParamSet:
         world = range(self.collectives.world)
         zero.allocate()
         what = f"the gather of {zero.name}"
+        rank = self.collectives.rank
         while zero.pending:
             slot = zero.pending.pop(0).wait()
-            pieces = [zero.piece(rank, slot.tile.start, slot.tile.numel) for rank in world]
-            self.collectives.all_gather(pieces, slot.tensor, what)
+            start, numel = slot.tile.start, slot.tile.numel
+            pieces = [zero.piece(other, start, numel) for other in world]
+            # Copied and given back before the collective: a slot must not wait for other ranks, nor for whatever the
+            # process group still refers to after its work is done.
+            pieces[rank].copy_(slot.tensor)
             slot.release()
+            self.collectives.all_gather(pieces, pieces[rank], what)
         self._inflight.pop(zero, None)
         zero.expose()
         self.live_numel += zero.numel

@@ -6,6 +6,7 @@ one tile.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,23 +77,52 @@ MIXED = {  # Some stay, some are kept for their next use.
     "sub_group_size": 100_000,
 }
 
-Way = tuple[Callable[[TrainerConfig, RankPlace], Backends], dict[str, int]]
-WAYS: dict[str, Way] = {
-    "reference": (select_backends, {}),
-    "eager": (_tiled, EAGER),
-    "mixed": (_tiled, MIXED),
+NVME_HOST_BYTES = 4 << 20
+"""Room for a few tiles only."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where shards live, and how eagerly parameters are released."""
+
+    zero: dict[str, int]
+    param: str = "none"
+    optimizer: str = "none"
+    backends: Callable[[TrainerConfig, RankPlace], Backends] = select_backends
+
+    def block(self, device: str) -> dict[str, str]:
+        """The configuration of one side. The daemon is the one whose endpoint the test put in the environment."""
+        endpoint = {"endpoint": os.environ[ENDPOINT_VARIABLE]} if device == "nvme" else {}
+        return {"device": device, **endpoint}
+
+
+ENDPOINT_VARIABLE = "PARITY_ENDPOINT"
+WAYS = {
+    "reference": Way({}),
+    "eager": Way(EAGER, backends=_tiled),
+    "mixed": Way(MIXED, backends=_tiled),
+    "nvme_both": Way(EAGER, "nvme", "nvme"),
+    "nvme_param": Way(MIXED, "nvme", "cpu"),
+    "nvme_optimizer": Way(MIXED, "cpu", "nvme"),
 }
-"""How a cell can be trained. One that keeps shards in a daemon is an entry of its own."""
+"""How a cell can be trained."""
 
 
-def config_of(cell: Cell, zero: dict[str, int]) -> dict[str, Any]:
+def config_of(cell: Cell, way: Way) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": cell.accumulation,
         "gradient_clipping": cell.clip,
         "bf16": {"enabled": cell.bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": EPS, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 300, **zero},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 300,
+            "offload_param": way.block(way.param),
+            "offload_optimizer": way.block(way.optimizer),
+            **way.zero,
+        },
+        "offloadd": {"host_bytes": NVME_HOST_BYTES, "swap_bytes": 64 << 20, "timeout_s": 60},
     }
 
 
@@ -102,10 +132,11 @@ def build(cell: Cell) -> nn.Module:
 
 
 def run(cell: Cell, way: str, rank: int) -> Record:
-    backends, zero = WAYS[way]
-    record = Record()
+    chosen, record = WAYS[way], Record()
     dtype = torch.bfloat16 if cell.bf16 else torch.float32
-    engine, optimizer, _, _ = trainer.initialize(model=build(cell), config=config_of(cell, zero), backends=backends)
+    engine, optimizer, _, _ = trainer.initialize(
+        model=build(cell), config=config_of(cell, chosen), backends=chosen.backends
+    )
     for step in range(STEPS):
         for micro in range(cell.accumulation):
             loss = engine(*batch(step, micro, rank, dtype))

@@ -11,36 +11,57 @@ from collections.abc import Callable
 import pytest
 
 from tests.numerics.parity.cells import WAYS, Cell
-from tests.numerics.parity.world import WorldResult, as_id
+from tests.numerics.parity.world import WorldResult
 from tests.numerics.parity.zoo import ZOO
 
-_OFFLOADED = [way for way in WAYS if way != "reference"]
+_IN_PROCESS = ["eager", "mixed"]
+_DAEMON = [way for way in WAYS if way.startswith("nvme")]
 _FULL = [
     Cell(model, accumulation, clip, bf16)
     for model, accumulation, clip, bf16 in itertools.product(ZOO, (1, 4), (0.0, 0.05), (False, True))
 ]
-_TWO = [Cell(model, 2 if model == "plain" else 1, 0.05, model in ("plain", "checkpoint")) for model in ZOO]
 SLICE: dict[int, list[Cell]] = {
     1: [Cell(model, 1 + n % 2, 0.05 * (n % 3), False) for n, model in enumerate(ZOO)] + [Cell("plain", 4, 1.0, True)],
-    2: _TWO,
+    2: [Cell(model, 2 if model == "plain" else 1, 0.05, model in ("plain", "checkpoint")) for model in ZOO],
     3: [Cell("sizes"), Cell("tied", 4, 0.0, True), Cell("checkpoint_reentrant")],
     4: [Cell("shapes", 2, 0.05, True), Cell("borrowing")],
+}
+DAEMON_SLICE: dict[int, list[Cell]] = {
+    1: [Cell("sizes", bf16=True), Cell("tied", 2, 0.05), Cell("checkpoint_reentrant")],
+    2: [Cell("sizes"), Cell("borrowing", 2, 0.05, True)],
+    3: [Cell("shapes", 1, 0.05)],
+}
+Matrix = tuple[dict[int, list[Cell]], list[str]]
+MATRICES: dict[str, Matrix] = {
+    "slice": (SLICE, _IN_PROCESS),
+    "daemon": (DAEMON_SLICE, _DAEMON),
+    "full": (dict.fromkeys((1, 2, 3, 4), _FULL), _IN_PROCESS + _DAEMON),
 }
 WholeWorld = Callable[[int, str], WorldResult]
 
 
 @pytest.fixture(scope="module")
 def whole_world(tmp_path_factory: pytest.TempPathFactory) -> WholeWorld:
-    """Each world is spawned once per module, when the first of its cells is looked at."""
+    """Each world is spawned once per module and matrix, when the first of its cells is looked at."""
     made: dict[tuple[int, str], WorldResult] = {}
 
     def get(world: int, matrix: str) -> WorldResult:
         if (world, matrix) not in made:
-            cells = SLICE[world] if matrix == "slice" else _FULL
-            made[world, matrix] = WorldResult(world, cells, tmp_path_factory.mktemp(f"world{world}"))
+            cells, ways = MATRICES[matrix]
+            made[world, matrix] = WorldResult(world, cells[world], ways, tmp_path_factory.mktemp(f"world{world}"))
         return made[world, matrix]
 
     return get
+
+
+def _cases(matrix: str) -> list[object]:
+    worlds, ways = MATRICES[matrix]
+    return [
+        pytest.param(world, cell, way, id=f"{world}-{cell.id}-{way}")
+        for world, cells in worlds.items()
+        for cell in cells
+        for way in ways
+    ]
 
 
 def _check_bits(result: WorldResult, cell: Cell, way: str) -> None:
@@ -48,28 +69,21 @@ def _check_bits(result: WorldResult, cell: Cell, way: str) -> None:
     assert not any(different.values()), different
 
 
-_CASES = [
-    pytest.param(world, cell, way, id=f"{world}-{cell.id}-{way}")
-    for world, cells in SLICE.items()
-    for cell in cells
-    for way in _OFFLOADED
-]
-
-
-@pytest.mark.parametrize(("world", "cell", "way"), _CASES)
-def test_offloading_changes_no_bit(whole_world: WholeWorld, world: int, cell: Cell, way: str) -> None:
+@pytest.mark.parametrize(("world", "cell", "way"), _cases("slice"))
+def test_releasing_early_changes_no_bit(whole_world: WholeWorld, world: int, cell: Cell, way: str) -> None:
     _check_bits(whole_world(world, "slice"), cell, way)
+
+
+@pytest.mark.parametrize(("world", "cell", "way"), _cases("daemon"))
+def test_a_daemon_changes_no_bit(whole_world: WholeWorld, world: int, cell: Cell, way: str) -> None:
+    _check_bits(whole_world(world, "daemon"), cell, way)
 
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("way", _OFFLOADED)
-@pytest.mark.parametrize("cell", _FULL, ids=as_id)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_offloading_changes_no_bit_in_the_whole_matrix(
-    whole_world: WholeWorld, world: int, cell: Cell, way: str
-) -> None:
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("world", "cell", "way"), _cases("full"))
+def test_the_whole_matrix_differs_in_no_bit(whole_world: WholeWorld, world: int, cell: Cell, way: str) -> None:
     _check_bits(whole_world(world, "full"), cell, way)
 
 

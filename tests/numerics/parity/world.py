@@ -5,6 +5,7 @@ The parent reads the ranks' files; one failing cell fails its own test, a rank t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.numerics.parity.cells import WAYS, Cell, run, run_plain
+from tests.daemon import running
+from tests.numerics.parity.cells import ENDPOINT_VARIABLE, WAYS, Cell, run, run_plain
 
-JOIN_SECONDS_MAX = 300.0
+JOIN_SECONDS_MAX = 900.0
 
 
 def spawn(world: int, target: Callable[..., None], arguments: Sequence[Any], folder: Path) -> list[int | None]:
@@ -90,8 +92,13 @@ def _far_from_plain(cell: Cell, world: int, reference: Any) -> list[str]:
 class WorldResult:
     """What the ranks of one world wrote."""
 
-    def __init__(self, world: int, cells: Sequence[Cell], folder: Path) -> None:
-        self.codes = spawn(world, run_cells, (list(cells), [way for way in WAYS if way != "reference"]), folder)
+    def __init__(self, world: int, cells: Sequence[Cell], ways: Sequence[str], folder: Path) -> None:
+        with contextlib.ExitStack() as stack:
+            if any("nvme" in (WAYS[way].param, WAYS[way].optimizer) for way in ways):
+                daemon = stack.enter_context(running())
+                os.environ[ENDPOINT_VARIABLE] = daemon.endpoint
+                stack.callback(os.environ.pop, ENDPOINT_VARIABLE)
+            self.codes = spawn(world, run_cells, (list(cells), list(ways)), folder)
         self.errors = [path.read_text() for path in sorted(folder.glob("error*.txt"))]
         self.ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("result*.json"))]
         self.world = world
@@ -101,7 +108,3 @@ class WorldResult:
         if self.errors or len(self.ranks) != self.world:
             raise AssertionError(f"world {self.world} exited with {self.codes}\n" + "\n".join(self.errors))
         return [rank[cell.id] for rank in self.ranks]
-
-
-def as_id(cell: Cell) -> str:
-    return cell.id
