@@ -7,10 +7,28 @@ layouts are `offloadd_native.URING_OP` and `URING_COMPLETION`.
 
 from __future__ import annotations
 
-from typing import Protocol
+import errno
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Ring = TypeVar("Ring")
+ENTRIES_MIN = 32
+
+
+def open_within_memlock(entries: int, open_ring: Callable[[int], Ring]) -> tuple[Ring, int]:
+    """A ring and its entries: as many as asked for, or halved until the limit on locked memory allows them. The queues
+    themselves count against that limit on recent kernels, and 64 KiB, a common default, is less than 1024 entries.
+    OSError of the kernel when even the smallest fails, or for another reason."""
+    while True:
+        try:
+            return open_ring(entries), entries
+        except OSError as error:
+            if error.errno != errno.ENOMEM or entries // 2 < ENTRIES_MIN:
+                raise
+            entries //= 2
 
 
 class Driver(Protocol):

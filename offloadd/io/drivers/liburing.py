@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import offloadd_native
+from offloadd.io.drivers import open_within_memlock
 from offloadd.io.drivers.native import BUFFER_SLOTS
 
 READ, WRITE, SYNC = 0, 1, 2
@@ -42,17 +43,8 @@ class LiburingDriver:
         import liburing
 
         self._lib: Any = liburing
-        self.entries = entries
-        self._ring: Any = liburing.Ring()
         self._flags = "COOP_TASKRUN"
-        try:
-            liburing.io_uring_queue_init(entries, self._ring, liburing.IORING_SETUP_COOP_TASKRUN)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: before Linux 5.19
-                raise
-            self._flags = "plain"
-            self._ring = liburing.Ring()
-            liburing.io_uring_queue_init(entries, self._ring)
+        self._ring, self.entries = open_within_memlock(entries, self._open)
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         liburing.io_uring_register_eventfd(self._ring, self._eventfd)
         liburing.io_uring_ring_dontfork(self._ring)
@@ -66,6 +58,18 @@ class LiburingDriver:
             liburing.io_uring_register_buffers_sparse(self._ring, BUFFER_SLOTS)
         except OSError:
             self.buffer_slots = 0
+
+    def _open(self, entries: int) -> Any:
+        ring = self._lib.Ring()
+        try:
+            self._lib.io_uring_queue_init(entries, ring, self._lib.IORING_SETUP_COOP_TASKRUN)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: before Linux 5.19
+                raise
+            self._flags = "plain"
+            ring = self._lib.Ring()
+            self._lib.io_uring_queue_init(entries, ring)
+        return ring
 
     def fileno(self) -> int:
         return self._eventfd

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import offloadd_native
+from offloadd.io.drivers import open_within_memlock
 
 BUFFER_SLOTS = 1024
 """Registered chunks of at most 1 GiB: a TiB of arenas."""
@@ -22,8 +23,7 @@ class NativeDriver:
 
     def __init__(self, entries: int = 1024) -> None:
         """OSError when the kernel refuses a ring."""
-        self.entries = entries
-        self._ring = offloadd_native.Uring(entries)
+        self._ring, self.entries = open_within_memlock(entries, offloadd_native.Uring)
         self.buffer_slots = BUFFER_SLOTS
         try:
             offloadd_native.uring_reserve_buffers(self._ring.ring_fileno(), BUFFER_SLOTS)
