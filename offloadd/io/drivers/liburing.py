@@ -53,11 +53,22 @@ class LiburingDriver:
         self._inflight = 0
         self._fatal = 0
         self._closed = False
-        self.buffer_slots = BUFFER_SLOTS
+        self.buffer_slots = self._reserve_buffers()
+
+    def _reserve_buffers(self) -> int:
+        """Slots of registered buffers; 0 where the kernel lacks the table (5.19) or the vectored calls on it (6.15)."""
+        lib = self._lib
         try:
-            liburing.io_uring_register_buffers_sparse(self._ring, BUFFER_SLOTS)
+            probe = lib.io_uring_get_probe_ring(self._ring)
+            operation = lib.io_uring_op
+            both = (operation.IORING_OP_READV_FIXED, operation.IORING_OP_WRITEV_FIXED)
+            known = all(lib.io_uring_opcode_supported(probe, int(code)) for code in both)
+            lib.io_uring_free_probe(probe)
+            if known:
+                lib.io_uring_register_buffers_sparse(self._ring, BUFFER_SLOTS)
         except OSError:
-            self.buffer_slots = 0
+            return 0
+        return BUFFER_SLOTS if known else 0
 
     def _open(self, entries: int) -> Any:
         ring = self._lib.Ring()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,14 @@ def test_an_errno_is_explained_by_what_decides_it(
 ) -> None:
     monkeypatch.setattr(select, "uring_disabled", lambda: disabled)
     assert words in explain(error, "set-up")
+
+
+def test_a_package_that_kills_its_process_is_refused_and_not_fatal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dying = tmp_path / "python"
+    dying.write_text("#!/bin/sh\nkill -ILL $$\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(select.sys, "executable", str(dying))
+    trial = select.try_driver.__wrapped__("liburing")
+    assert (trial.ok, trial.why) == (False, "its trial died of SIGILL; the package needs a CPU with AVX-512")
