@@ -8,28 +8,36 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.daemon import Daemon, running
 from trainer.swap.backend import Access, SwapBackend, SwapError, SwapSpec
+from trainer.swap.daemon import DaemonBackend
 from trainer.swap.inprocess import InProcessBackend
 
 TILE = 1024
 
 
-def _plain() -> InProcessBackend:
-    return InProcessBackend(tile_numel=TILE)
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running() as daemon:
+        yield daemon
 
 
-def _guarded() -> InProcessBackend:
-    return InProcessBackend(tile_numel=TILE, guarded=True)
-
-
-MAKERS = {"plain": _plain, "guarded": _guarded}
-
-
-@pytest.fixture(params=list(MAKERS))
+@pytest.fixture(params=["plain", "guarded", "daemon"])
 def backend(request: pytest.FixtureRequest) -> Iterator[SwapBackend]:
-    made = MAKERS[request.param]()
+    made: SwapBackend
+    if request.param == "daemon":
+        made = _connected(request.getfixturevalue("daemon").endpoint)
+    else:
+        made = InProcessBackend(tile_numel=TILE, guarded=request.param == "guarded")
     yield made
     made.close()
+
+
+def _connected(endpoint: str) -> DaemonBackend:
+    place = {"rank": 0, "world": 1, "local_rank": 0, "local_world": 1}
+    sizes = {"host_bytes": 8 << 20, "swap_bytes": 64 << 20}
+    rest = {"job": None, "nvme_path": None, "timeout_s": 20.0, "token_file": None}
+    return DaemonBackend.connect(endpoint, **place, **sizes, **rest)  # type: ignore[arg-type]
 
 
 def spec(numel: int, dtype: torch.dtype = torch.float32, name: str = "a") -> SwapSpec:

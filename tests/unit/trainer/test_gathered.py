@@ -1,0 +1,76 @@
+"""GatheredParameters outside forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.trainer.making import engine_of
+from trainer.zero import GatheredParameters, ParameterNotGathered
+
+
+def test_changes_are_kept_with_a_modifier_rank() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model):
+        with GatheredParameters(model, modifier_rank=0), torch.no_grad():
+            model.weight.fill_(3.0)
+        with GatheredParameters(model):
+            assert model.weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_changes_without_a_modifier_rank_are_an_error_and_do_not_stay() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model):
+        with pytest.raises(RuntimeError, match="modifier_rank=0"), GatheredParameters(model.weight), torch.no_grad():
+            model.weight.fill_(3.0)
+        with GatheredParameters(model):
+            assert 3.0 not in model.weight.flatten().tolist()
+
+
+def test_changes_to_a_parameter_that_stays_gathered_do_not_stay_either() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model, {"stage3_param_persistence_threshold": 100}):
+        with pytest.raises(RuntimeError, match="modifier_rank=0"), GatheredParameters(model.weight), torch.no_grad():
+            model.weight.fill_(3.0)
+        assert 3.0 not in model.weight.flatten().tolist()
+
+
+def test_blocks_nest_and_the_outermost_releases() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model):
+        with GatheredParameters(model):
+            with GatheredParameters(model.weight):
+                pass
+            assert model.weight.sum() is not None
+        with pytest.raises(ParameterNotGathered):
+            model.weight.sum()
+
+
+def test_the_block_releases_after_an_exception() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model):
+        with pytest.raises(KeyError), GatheredParameters(model):
+            raise KeyError("user code")
+        with pytest.raises(ParameterNotGathered):
+            model.weight.sum()
+
+
+def test_masters_follow_a_change_and_keep_their_bits_elsewhere() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    with engine_of(model, bf16={"enabled": True}) as engine:
+        engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+        engine.step()
+        ((_, before),) = engine.optimizer.shard_states()
+        with GatheredParameters(model, modifier_rank=0), torch.no_grad():
+            model.weight[0, 0] = 5.0
+        ((_, after),) = engine.optimizer.shard_states()
+        assert after["master"][0] == 5.0
+        assert torch.equal(after["master"][1:], before["master"][1:])
+
+
+def test_parameters_that_are_not_sharded_are_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    with GatheredParameters(model, modifier_rank=0), torch.no_grad():
+        model.weight.zero_()
+    assert model.weight.sum() == 0
