@@ -137,7 +137,9 @@ class Init:
                 if outermost:
                     building.discard(id(module))
             if outermost:
-                partition_module(module)
+                # A parent may have put new parameters into children that were partitioned before.
+                for part in [module] if building else module.modules():
+                    partition_module(part)
 
         cls.__init__ = constructed  # type: ignore[method-assign, assignment]
         self._undo.append(functools.partial(_restore, cls, "__init__", original))
