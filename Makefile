@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@mkdir -p .make && touch $@
 
 demo: setup
-	$(BIN)/python -m tests.demo
+	$(BIN)/python -m trainer.demo
 
 test: setup
 	$(BIN)/python -m pytest -m "not full"

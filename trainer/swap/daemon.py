@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,21 @@ class DaemonBackend:
         self.tile_numel = numel
         self._shards: list[tuple[SwapShard, RegisteredShard]] = []
         self._started = time.monotonic()
+
+    @property
+    def daemon(self) -> dict[str, Any]:
+        """Which daemon serves this rank, and what it granted: pid, engine, driver, endpoint, private, host_bytes,
+        tile_bytes."""
+        hello = self._session.control.hello
+        return {
+            "pid": hello.pid,
+            "engine": hello.engine,
+            "driver": hello.driver,
+            "endpoint": self._session.control.where,
+            "private": hello.private_daemon,
+            "host_bytes": self._session.host_bytes,
+            "tile_bytes": self._session.tile_bytes,
+        }
 
     @classmethod
     def connect(
