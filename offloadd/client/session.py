@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -76,6 +77,7 @@ class ClientSession:
         self._next_id = 1
         self._book = LeaseBook()
         self._deferred: list[OffloadError] = []
+        self._blocked: deque[tuple[int, int]] = deque(maxlen=RING_ENTRIES)
         self._pid = os.getpid()
         self.fetches = self.stores = 0
         self.wait_seconds = 0.0
@@ -204,11 +206,15 @@ class ClientSession:
             if len(self._pending) >= RING_ENTRIES:
                 return False
             number = self._next_id
-            entry = Submission(number, int(pending.op), int(pending.mode), shard, tile, self._generation, lease)
+            blocked_ns, cause = self._blocked.popleft() if self._blocked else (0, 0)
+            entry = Submission(
+                number, int(pending.op), int(pending.mode), shard, tile, self._generation, lease, blocked_ns, cause
+            )
             # Known before it is sent: its completion may be reaped by another thread at once.
             self._pending[number] = pending
             if not channel.submit(pack_submission(entry)):
                 del self._pending[number]
+                self._blocked.append((blocked_ns, cause))
                 return False
             self._next_id += 1
             return True
@@ -242,12 +248,16 @@ class ClientSession:
     # ---- completions ---------------------------------------------------------------------------------------------
     def await_completion(self, pending: Pending, timeout_s: float | None = None) -> Completion:
         """Wait for one request; OffloadError for its failure or at the deadline."""
-        started = time.monotonic()
-        deadline = started + (self.timeout_s if timeout_s is None else timeout_s)
+        started = time.monotonic_ns()
+        deadline = started / 1e9 + (self.timeout_s if timeout_s is None else timeout_s)
         while pending.completion is None:
             self._turn(pending, deadline, pending.title)
         if pending.op is Op.FETCH:
-            self.wait_seconds += time.monotonic() - started
+            blocked_ns = time.monotonic_ns() - started
+            self.wait_seconds += blocked_ns / 1e9
+            if pending.completion.waited_ns:
+                # Told to the daemon with the next request: only the rank knows how long it was really blocked.
+                self._blocked.append((blocked_ns, pending.completion.cause))
         self.raise_deferred()
         if pending.completion.code != Code.OK:
             raise self._explain(pending, pending.completion)

@@ -124,6 +124,10 @@ class Request:
     tile: TileKey
     lease: int
     arrived_ns: int
+    blocked_ns: int = 0
+    """How long the rank was blocked on an earlier fetch: what a stall really is, as only the rank can know."""
+    blocked_cause: int = 0
+    """The cause that the reply to that fetch named (core.stats.Cause)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,8 @@ class Reply:
     """For 3xx: index of the swap path in the daemon's list."""
     waited_ns: int = 0
     """How long the daemon held the request before it could answer."""
+    cause: int = 0
+    """What it waited for longest (core.stats.Cause)."""
 
 
 @dataclass(frozen=True, slots=True)

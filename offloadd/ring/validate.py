@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from offloadd.core.errors import Code
 from offloadd.core.records import Mode, Op, Reply, Request, TileKey
+from offloadd.core.stats import Cause
 from offloadd.wire.layout import Submission
 
 Resolve = Callable[[int, int], TileKey | None]
@@ -13,6 +14,8 @@ Resolve = Callable[[int, int], TileKey | None]
 
 _OPS = {int(op): op for op in Op}
 _MODES = {int(mode): mode for mode in Mode}
+_CAUSES = {int(cause) for cause in Cause}
+BLOCKED_NS_MAX = 3_600_000_000_000
 _NO_TILE = TileKey(0, 0)
 _WITHOUT_TILE = frozenset({Op.NOP, Op.FLUSH, Op.STORE, Op.RELEASE})
 
@@ -37,7 +40,10 @@ class Validator:
             tile = self._resolve(entry.shard, entry.tile)
             if tile is None:
                 return self._refuse(entry, Code.UNKNOWN_SHARD)
-        return Request(self._session, entry.id, op, mode, tile or _NO_TILE, entry.lease, now_ns)
+        # A rank cannot have been blocked for longer than it has existed; nonsense must not spoil the accounts.
+        blocked = entry.blocked_ns if entry.blocked_ns < BLOCKED_NS_MAX else 0
+        cause = entry.blocked_cause if entry.blocked_cause in _CAUSES else 0
+        return Request(self._session, entry.id, op, mode, tile or _NO_TILE, entry.lease, now_ns, blocked, cause)
 
     def _refuse(self, entry: Submission, code: Code) -> Reply:
         return Reply(self._session, entry.id, code)

@@ -19,8 +19,8 @@ ENTRY_BYTES = 64
 RING_ENTRIES = 512
 """Entries per queue; also the most requests a session may have in flight."""
 
-_SUBMISSION = struct.Struct("<QHHIIIQ32x")
-_COMPLETION = struct.Struct("<QiiQQQIIQ8x")
+_SUBMISSION = struct.Struct("<QHHIIIQQI20x")
+_COMPLETION = struct.Struct("<QiiQQQIIQI4x")
 
 ATTACH_MAGIC = b"OFLDATT1"
 """First bytes of every message on the attach socket."""
@@ -36,6 +36,8 @@ class Submission(NamedTuple):
     tile: int
     generation: int
     lease: int
+    blocked_ns: int = 0
+    blocked_cause: int = 0
 
 
 class Completion(NamedTuple):
@@ -50,6 +52,7 @@ class Completion(NamedTuple):
     granule: int
     path: int
     waited_ns: int
+    cause: int
 
 
 def pack_submission(entry: Submission) -> bytes:
@@ -74,6 +77,7 @@ def pack_reply(reply: Reply) -> bytes:
         reply.granule,
         reply.path,
         reply.waited_ns,
+        reply.cause,
     )
 
 

@@ -141,14 +141,18 @@ class RegisterShardsResponse(_message.Message):
     def __init__(self, first_shard: _Optional[int] = ..., swap_bytes_used: _Optional[int] = ...) -> None: ...
 
 class SubmitPlanRequest(_message.Message):
-    __slots__ = ("session", "shards", "tiles")
+    __slots__ = ("session", "shards", "tiles", "modes", "steps")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     TILES_FIELD_NUMBER: _ClassVar[int]
+    MODES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     session: SessionRef
     shards: _containers.RepeatedScalarFieldContainer[int]
     tiles: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ..., tiles: _Optional[_Iterable[int]] = ...) -> None: ...
+    modes: _containers.RepeatedScalarFieldContainer[int]
+    steps: int
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ..., tiles: _Optional[_Iterable[int]] = ..., modes: _Optional[_Iterable[int]] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class SubmitPlanResponse(_message.Message):
     __slots__ = ()
