@@ -6,7 +6,7 @@ STAMP   := .make/setup
 NATIVE  := $(wildcard native/src/*.cc native/src/*.h native/CMakeLists.txt)
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: setup demo test test-all check bench proto fmt clean
+.PHONY: setup demo test test-all check bench proto docs fmt clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,7 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	$(BIN)/python tools/stubs.py --check
+	$(BIN)/python tools/configdoc.py --check
 	$(BIN)/clang-format --dry-run --Werror native/src/*
 
 bench: setup
@@ -39,6 +40,9 @@ bench: setup
 
 proto: setup
 	$(BIN)/python tools/stubs.py
+
+docs: setup
+	$(BIN)/python tools/configdoc.py
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

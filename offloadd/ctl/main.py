@@ -93,5 +93,61 @@ def doctor(paths: tuple[str, ...], output: str) -> None:
     raise SystemExit(1 if any(f.status == "fail" for f in findings) else 0)
 
 
+@main.command()
+@click.argument("path", metavar="DIRECTORY")
+@click.option("--clients", default=1, show_default=True, type=click.IntRange(1, 64), help="Load processes.")
+@click.option("--seconds", default=2.0, show_default=True, type=click.FloatRange(0.1, 600), help="Length of a run.")
+@click.option("--runs", default=7, show_default=True, type=click.IntRange(1, 100), help="Runs (or pairs) of each mode.")
+@click.option("--size", default="1GiB", show_default=True, help="Bytes on disk, all clients together.")
+@click.option("--memory", default="256MiB", show_default=True, help="The daemon's host memory.")
+@click.option("--compare", type=click.Choice(["fio"]), help="Alternate with fio on the same file (checksums off).")
+@click.option("--checksums/--no-checksums", default=True, show_default=True, help="Verify what is read.")
+@click.option("--engine", default="auto", show_default=True, help="As io.engine.")
+@click.option("--driver", default="auto", show_default=True, help="As io.driver.")
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def bench(
+    path: str,
+    clients: int,
+    seconds: float,
+    runs: int,
+    size: str,
+    memory: str,
+    compare: str | None,
+    checksums: bool,
+    engine: str,
+    driver: str,
+    output: str,
+) -> None:
+    """Measure read, write and mixed through a private daemon and its rings, on files of its own in DIRECTORY."""
+    from offloadd.config import parse_size
+    from offloadd.core.errors import OffloadError
+    from offloadd.ctl.bench import fio
+    from offloadd.ctl.bench.compare import beside_fio, measure
+    from offloadd.ctl.bench.harness import Load
+
+    def say(line: str) -> None:
+        click.echo(line, err=output == "json")
+
+    try:
+        if compare:
+            fio.require()
+        total, host = (int(str(parse_size(text))) for text in (size, memory))
+        settings = {"io.checksums": checksums and not compare, "io.engine": engine, "io.driver": driver}
+        with Load(path, clients, total, host, settings) as load:
+            document = {
+                "schema_version": 1,
+                "clients": clients,
+                "checksums": settings["io.checksums"],
+                "tile_bytes": load.facts[0]["tile_bytes"],
+                "modes": beside_fio(load, seconds, runs, say) if compare else measure(load, seconds, runs, say),
+            }
+    except ValueError as error:
+        fail(str(error))
+    except OffloadError as error:
+        fail(error.message)
+    if output == "json":
+        click.echo(json.dumps(document, indent=2))
+
+
 if __name__ == "__main__":
     main()
