@@ -68,17 +68,17 @@ OFFLOADD_INLINE void widen_bf16(const std::uint16_t* __restrict source, float* _
 OFFLOADD_INLINE void narrow_bf16(const float* __restrict source, std::uint16_t* __restrict target, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) target[i] = to_bf16(source[i]);
 }
-OFFLOADD_INLINE void widen_f16(const std::uint16_t* __restrict source, float* __restrict target, std::size_t count) {
+void widen_f16(const std::uint16_t* __restrict source, float* __restrict target, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) target[i] = from_f16(source[i]);
 }
-OFFLOADD_INLINE void narrow_f16(const float* __restrict source, std::uint16_t* __restrict target, std::size_t count) {
+void narrow_f16(const float* __restrict source, std::uint16_t* __restrict target, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) target[i] = to_f16(source[i]);
 }
 
 #if defined(__x86_64__)
 // The instruction and the portable code agree on every value; only the tail needs the latter.
-__attribute__((target("avx,f16c"))) OFFLOADD_INLINE void widen_f16c(const std::uint16_t* source, float* target,
-                                                                    std::size_t count) {
+__attribute__((target("avx,f16c"), noinline)) void widen_f16c(const std::uint16_t* source, float* target,
+                                                              std::size_t count) {
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
@@ -86,8 +86,8 @@ __attribute__((target("avx,f16c"))) OFFLOADD_INLINE void widen_f16c(const std::u
   }
   widen_f16(source + i, target + i, count - i);
 }
-__attribute__((target("avx,f16c"))) OFFLOADD_INLINE void narrow_f16c(const float* source, std::uint16_t* target,
-                                                                     std::size_t count) {
+__attribute__((target("avx,f16c"), noinline)) void narrow_f16c(const float* source, std::uint16_t* target,
+                                                               std::size_t count) {
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
@@ -96,64 +96,71 @@ __attribute__((target("avx,f16c"))) OFFLOADD_INLINE void narrow_f16c(const float
   narrow_f16(source + i, target + i, count - i);
 }
 #else
-OFFLOADD_INLINE void widen_f16c(const std::uint16_t* source, float* target, std::size_t count) {
-  widen_f16(source, target, count);
-}
-OFFLOADD_INLINE void narrow_f16c(const float* source, std::uint16_t* target, std::size_t count) {
-  narrow_f16(source, target, count);
-}
+void widen_f16c(const std::uint16_t* source, float* target, std::size_t count) { widen_f16(source, target, count); }
+void narrow_f16c(const float* source, std::uint16_t* target, std::size_t count) { narrow_f16(source, target, count); }
 #endif
 
-// One thread's elements [first, last): tile by tile, every array read once from memory and written once.
-#define OFFLOADD_ADAM_BODY(HAS_F16C)                                                   \
-  alignas(64) float staged[kTile];                                                     \
-  const auto* grad32 = static_cast<const float*>(a.grad);                              \
-  const auto* grad16 = static_cast<const std::uint16_t*>(a.grad);                      \
-  for (std::size_t at = first; at < last; at += kTile) {                               \
-    const std::size_t count = std::min(kTile, last - at);                              \
-    const float* grad = staged;                                                        \
-    if (a.grad_dtype == Dtype::kF32) {                                                 \
-      grad = grad32 + at;                                                              \
-    } else if (a.grad_dtype == Dtype::kBf16) {                                         \
-      widen_bf16(grad16 + at, staged, count);                                          \
-    } else if (HAS_F16C) {                                                             \
-      widen_f16c(grad16 + at, staged, count);                                          \
-    } else {                                                                           \
-      widen_f16(grad16 + at, staged, count);                                           \
-    }                                                                                  \
-    if (f.l2) {                                                                        \
-      update<true>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f);  \
-    } else {                                                                           \
-      update<false>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f); \
-    }                                                                                  \
-    if (a.out == nullptr) continue;                                                    \
-    if (a.out_dtype == Dtype::kF32) {                                                  \
-      std::copy_n(a.master + at, count, static_cast<float*>(a.out) + at);              \
-    } else if (a.out_dtype == Dtype::kBf16) {                                          \
-      narrow_bf16(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);      \
-    } else if (HAS_F16C) {                                                             \
-      narrow_f16c(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);      \
-    } else {                                                                           \
-      narrow_f16(a.master + at, static_cast<std::uint16_t*>(a.out) + at, count);       \
-    }                                                                                  \
+// One thread's elements [first, last): tile by tile, every array read once from memory and written once. Inlined into
+// each level's kernel below, whose attributes say for which instruction set the loops are vectorised.
+template <bool kF16c>
+OFFLOADD_INLINE void step_range(const AdamArrays& a, const Factors& f, std::size_t first, std::size_t last) {
+  alignas(64) float staged[kTile];
+  const auto* grad32 = static_cast<const float*>(a.grad);
+  const auto* grad16 = static_cast<const std::uint16_t*>(a.grad);
+  auto* out32 = static_cast<float*>(a.out);
+  auto* out16 = static_cast<std::uint16_t*>(a.out);
+  for (std::size_t at = first; at < last; at += kTile) {
+    const std::size_t count = std::min(kTile, last - at);
+    const float* grad = staged;
+    switch (a.grad_dtype) {
+      case Dtype::kF32:
+        grad = grad32 + at;
+        break;
+      case Dtype::kBf16:
+        widen_bf16(grad16 + at, staged, count);
+        break;
+      case Dtype::kF16:
+        (kF16c ? widen_f16c : widen_f16)(grad16 + at, staged, count);
+        break;
+    }
+    if (f.l2) {
+      update<true>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f);
+    } else {
+      update<false>(a.master + at, a.exp_avg + at, a.exp_avg_sq + at, grad, count, f);
+    }
+    if (a.out == nullptr) continue;
+    switch (a.out_dtype) {
+      case Dtype::kF32:
+        std::copy_n(a.master + at, count, out32 + at);
+        break;
+      case Dtype::kBf16:
+        narrow_bf16(a.master + at, out16 + at, count);
+        break;
+      case Dtype::kF16:
+        (kF16c ? narrow_f16c : narrow_f16)(a.master + at, out16 + at, count);
+        break;
+    }
   }
+}
 
 using Kernel = void (*)(const AdamArrays&, const Factors&, std::size_t, std::size_t);
 
 void kernel_baseline(const AdamArrays& a, const Factors& f, std::size_t first, std::size_t last) {
-  OFFLOADD_ADAM_BODY(false)
+  step_range<false>(a, f, first, last);
 }
 #if defined(__x86_64__)
 __attribute__((target("sse4.2"))) void kernel_sse42(const AdamArrays& a, const Factors& f, std::size_t first,
                                                     std::size_t last) {
-  OFFLOADD_ADAM_BODY(false)
+  step_range<false>(a, f, first, last);
 }
 __attribute__((target("avx2,f16c"))) void kernel_avx2(const AdamArrays& a, const Factors& f, std::size_t first,
                                                       std::size_t last) {
-  OFFLOADD_ADAM_BODY(true)
+  step_range<true>(a, f, first, last);
 }
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,prefer-vector-width=512"))) void kernel_avx512(
-    const AdamArrays& a, const Factors& f, std::size_t first, std::size_t last){OFFLOADD_ADAM_BODY(true)}
+    const AdamArrays& a, const Factors& f, std::size_t first, std::size_t last) {
+  step_range<true>(a, f, first, last);
+}
 #endif
 
 Kernel pick_kernel() {
