@@ -17,6 +17,7 @@ from pathlib import Path
 
 from offloadd.client import ClientSession, connect
 
+ROOT = Path(__file__).resolve().parent.parent
 FAST = {"io.calibrate_seconds": "0", "telemetry.listen": "127.0.0.1:0", "lifetime.drain_seconds": "1"}
 """No measuring: tests need figures that never change."""
 
@@ -68,36 +69,37 @@ class Daemon:
 RESERVE_OPTIONS = frozenset({"host_bytes", "swap_bytes", "tile_bytes", "pinned_tiles", "fingerprint"})
 
 
-def start(directory: Path, wait: bool = True, **settings: object) -> Daemon:
-    """Start a daemon; settings are 'section__field'. With `wait`, return when it is ready or raise with its log."""
+def start(directory: Path, restrictions: tuple[str, ...] = (), **settings: object) -> Daemon:
+    """Start a daemon and return when it is ready, or raise with its log. Settings are 'section__field'; restrictions
+    are those of tests.restrict."""
     swap = directory / "swap"
     swap.mkdir(exist_ok=True)
     flags = {"control.socket": f"{directory}/o.sock", "swap.paths": str(swap), "memory.host_bytes": "64MiB", **FAST}
     flags |= {key.replace("__", "."): value for key, value in settings.items()}
     ready_read, ready_write = os.pipe()
     log = directory / "log"
-    command = [sys.executable, "-m", "offloadd", "serve", f"--ready-fd={ready_write}", f"--log-file={log}"]
+    command = [sys.executable, "-m", "tests.restrict", *restrictions, "--"] if restrictions else []
+    command += [sys.executable, "-m", "offloadd", "serve", f"--ready-fd={ready_write}", f"--log-file={log}"]
     command += [f"--{key}={value}" for key, value in flags.items()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OFFLOADD_")}
-    process = subprocess.Popen(command, pass_fds=(ready_write,), env=environment)
+    process = subprocess.Popen(command, pass_fds=(ready_write,), env=environment, cwd=ROOT)
     os.close(ready_write)
     try:
-        if wait:
-            readable, _, _ = select.select([ready_read], [], [], 30)
-            if not readable or os.read(ready_read, 4096) != b"READY\n":
-                process.kill()
-                process.wait(10)
-                raise RuntimeError(f"the daemon did not start: {log.read_text() if log.exists() else 'no log'}")
+        readable, _, _ = select.select([ready_read], [], [], 30)
+        if not readable or os.read(ready_read, 4096) != b"READY\n":
+            process.kill()
+            process.wait(10)
+            raise RuntimeError(f"the daemon did not start: {log.read_text() if log.exists() else 'no log'}")
     finally:
         os.close(ready_read)
     return Daemon(process, directory, "control.listen" in flags)
 
 
 @contextlib.contextmanager
-def running(**settings: object) -> Iterator[Daemon]:
+def running(restrictions: tuple[str, ...] = (), **settings: object) -> Iterator[Daemon]:
     """A daemon in a fresh directory (short enough for a socket's name), ended with the block."""
     with tempfile.TemporaryDirectory(prefix="od-", ignore_cleanup_errors=True) as name:
-        daemon = start(Path(name), **settings)
+        daemon = start(Path(name), restrictions, **settings)
         try:
             yield daemon
         finally:
