@@ -26,7 +26,10 @@ JOIN_SECONDS_MAX = 900.0
 
 def spawn(world: int, target: Callable[..., None], arguments: Sequence[Any], folder: Path) -> list[int | None]:
     """Run `target(rank, world, folder, *arguments)` on every rank, bounded; returns exit codes. Nobody is left over."""
-    context = multiprocessing.get_context("spawn")
+    # A server that has imported torch once and forks each rank from there: a rank starts in no time. The server runs
+    # no tensor operation, so that no thread pool is forked.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.numerics.parity.world", "torch._dynamo"])
     ranks = [
         context.Process(target=_rank, args=(target, rank, world, folder, tuple(arguments)), daemon=True)
         for rank in range(world)
@@ -50,6 +53,9 @@ def _rank(target: Callable[..., None], rank: int, world: int, folder: Path, argu
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     try:
         target(rank, world, folder, *arguments)
+        if world > 1:
+            # Nobody takes connections down while another still uses them.
+            dist.barrier()
     except BaseException:
         (folder / f"error{rank}.txt").write_text(traceback.format_exc())
         raise
@@ -58,8 +64,9 @@ def _rank(target: Callable[..., None], rank: int, world: int, folder: Path, argu
             dist.destroy_process_group()
 
 
-def run_cells(rank: int, world: int, folder: Path, cells: Sequence[Cell], ways: Sequence[str]) -> None:
+def run_cells(rank: int, world: int, folder: Path, cells: Sequence[Cell], ways: Sequence[str], endpoint: str) -> None:
     """On one rank: each cell in every way, against the reference."""
+    os.environ[ENDPOINT_VARIABLE] = endpoint
     found = {}
     for cell in cells:
         reference = run(cell, "reference", rank)
@@ -93,12 +100,10 @@ class WorldResult:
     """What the ranks of one world wrote."""
 
     def __init__(self, world: int, cells: Sequence[Cell], ways: Sequence[str], folder: Path) -> None:
-        with contextlib.ExitStack() as stack:
-            if any("nvme" in (WAYS[way].param, WAYS[way].optimizer) for way in ways):
-                daemon = stack.enter_context(running())
-                os.environ[ENDPOINT_VARIABLE] = daemon.endpoint
-                stack.callback(os.environ.pop, ENDPOINT_VARIABLE)
-            self.codes = spawn(world, run_cells, (list(cells), list(ways)), folder)
+        needed = any("nvme" in (WAYS[way].param, WAYS[way].optimizer) for way in ways)
+        with running() if needed else contextlib.nullcontext() as daemon:
+            endpoint = daemon.endpoint if daemon is not None else ""
+            self.codes = spawn(world, run_cells, (list(cells), list(ways), endpoint), folder)
         self.errors = [path.read_text() for path in sorted(folder.glob("error*.txt"))]
         self.ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("result*.json"))]
         self.world = world

@@ -1,0 +1,198 @@
+"""What several ranks must do together: start alike, go the same way, notice each other's death, share one model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer
+from tests.numerics.parity.world import spawn
+from trainer.zero.errors import CollectiveError, RanksDisagree
+
+
+def config_of(**more: Any) -> dict[str, Any]:
+    eager = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, **eager},
+        "offloadd": {"timeout_s": 5},
+        **more,
+    }
+
+
+def outcome(folder: Path, rank: int) -> Any:
+    return json.loads((folder / f"said{rank}.json").read_text())
+
+
+def say(folder: Path, rank: int, what: Any) -> None:
+    (folder / f"said{rank}.json").write_text(json.dumps(what))
+
+
+def ranks(world: int, target: Callable[..., None], folder: Path) -> list[Any]:
+    codes = spawn(world, target, (), folder)
+    errors = "\n".join(path.read_text() for path in folder.glob("error*.txt"))
+    assert codes == [0] * world, errors
+    return [outcome(folder, rank) for rank in range(world)]
+
+
+class Choosing(nn.Module):
+    """Two equal branches; which one is the caller's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return (self.left(x) if left else self.right(x)).sum()
+
+
+def _different_configurations(rank: int, world: int, folder: Path) -> None:
+    try:
+        trainer.initialize(model=nn.Linear(4, 4), config=config_of(gradient_clipping=1.0 + rank))
+    except RanksDisagree as error:
+        say(folder, rank, str(error))
+
+
+def test_ranks_with_different_configurations_name_the_first_difference(tmp_path: Path) -> None:
+    for said in ranks(2, _different_configurations, tmp_path):
+        assert "gradient_clipping = 2.0" in said
+        assert "rank 1" in said
+
+
+def _different_models(rank: int, world: int, folder: Path) -> None:
+    try:
+        trainer.initialize(model=nn.Linear(4, 4 + rank), config=config_of())
+    except RanksDisagree as error:
+        say(folder, rank, str(error))
+
+
+def test_ranks_with_different_models_name_the_parameter(tmp_path: Path) -> None:
+    assert all("parameter weight (5, 4)" in said for said in ranks(2, _different_models, tmp_path))
+
+
+def _divergent_branches(rank: int, world: int, folder: Path) -> None:
+    engine = trainer.initialize(model=Choosing(), config=config_of()).engine
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 4), True))
+        engine.step()
+    try:
+        engine(torch.ones(1, 4), rank == 0)
+    except CollectiveError as error:
+        say(folder, rank, [str(error), engine.backends.param.statistics()["open_leases"]])
+
+
+def test_ranks_in_different_branches_are_told_where(tmp_path: Path) -> None:
+    for said, leases in ranks(2, _divergent_branches, tmp_path):
+        assert "left.weight" in said
+        assert "right.weight" in said
+        assert "rank 0" in said
+        assert "rank 1" in said
+        assert leases == 0
+
+
+def _one_dies(rank: int, world: int, folder: Path) -> None:
+    engine = trainer.initialize(model=Choosing(), config=config_of()).engine
+    engine.backward(engine(torch.ones(1, 4), True))
+    if rank == 1:
+        say(folder, rank, "gone")
+        os._exit(0)
+    try:
+        engine.step()
+    except CollectiveError as error:
+        say(folder, rank, str(error))
+        os._exit(0)
+
+
+def test_a_rank_that_dies_is_named_by_what_was_waited_for(tmp_path: Path) -> None:
+    said = ranks(2, _one_dies, tmp_path)
+    assert "the gradient norm" in said[0]
+    assert said[1] == "gone"
+
+
+def _late(rank: int, world: int, folder: Path) -> None:
+    engine = trainer.initialize(model=Choosing(), config=config_of(offloadd={"timeout_s": 1})).engine
+    marker = folder / "rank0_gave_up"
+    if rank == 1:
+        os.mkfifo(marker) if not marker.exists() else None
+        with marker.open():  # Until rank 0 opens it to say that it gave up.
+            say(folder, rank, "late")
+        os._exit(0)
+    try:
+        engine(torch.ones(1, 4), True)
+    except CollectiveError as error:
+        say(folder, rank, str(error))
+        if not marker.exists():
+            os.mkfifo(marker)
+        marker.open("w").close()
+        os._exit(0)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_only_so_long(tmp_path: Path) -> None:
+    assert "waited up to 1 s" in ranks(2, _late, tmp_path)[0]
+
+
+def _made_inside_init(rank: int, world: int, folder: Path) -> None:
+    torch.manual_seed(rank)  # Only rank 0's values may count.
+    with trainer.zero.Init(config=config_of()):
+        model = nn.Sequential(nn.Linear(4, 10), nn.Linear(10, 3))
+    held = sum(zero.resting.numel() for zero in {p._zero for p in model.parameters()})  # type: ignore[attr-defined]
+    engine = trainer.initialize(model=model, config=config_of()).engine
+    losses = []
+    for number in range(3):
+        loss = engine(torch.full((1, 4), float(number + rank))).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with trainer.zero.GatheredParameters(model):
+        say(folder, rank, [held, model[0].weight.tolist(), losses])
+
+
+def test_a_model_made_inside_init_is_rank_zeros_and_held_in_shards(tmp_path: Path) -> None:
+    (held0, weights0, _), (held1, weights1, _) = ranks(2, _made_inside_init, tmp_path)
+    assert weights0 == weights1
+    assert held0 == held1 == (40 + 10 + 30 + 4) // 2
+
+
+def _edited_on_rank_one(rank: int, world: int, folder: Path) -> None:
+    model = nn.Linear(3, 3)
+    engine = trainer.initialize(model=model, config=config_of()).engine
+    with trainer.zero.GatheredParameters(model, modifier_rank=1), torch.no_grad():
+        model.weight.fill_(float(rank))
+    with trainer.zero.GatheredParameters(model):
+        say(folder, rank, model.weight.flatten().tolist())
+    engine.close()
+
+
+def test_the_modifier_ranks_values_are_kept(tmp_path: Path) -> None:
+    assert ranks(2, _edited_on_rank_one, tmp_path) == [[1.0] * 9, [1.0] * 9]
+
+
+@pytest.mark.parametrize("scatter", [True, False])
+def test_both_ways_of_reducing_give_the_mean(tmp_path: Path, scatter: bool) -> None:
+    target = _reduced_scattered if scatter else _reduced_whole
+    assert [round(norm, 5) for norm in ranks(3, target, tmp_path)] == [round(2.0 * 3**0.5, 5)] * 3
+
+
+def _reduced(rank: int, folder: Path, scatter: bool) -> None:
+    config = config_of()
+    config["zero_optimization"]["reduce_scatter"] = scatter
+    engine = trainer.initialize(model=nn.Linear(3, 1, bias=False), config=config).engine
+    engine.backward(engine(torch.full((1, 3), float(rank + 1))).sum())
+    engine.step()
+    say(folder, rank, engine.get_global_grad_norm())
+
+
+def _reduced_scattered(rank: int, world: int, folder: Path) -> None:
+    _reduced(rank, folder, True)
+
+
+def _reduced_whole(rank: int, world: int, folder: Path) -> None:
+    _reduced(rank, folder, False)
