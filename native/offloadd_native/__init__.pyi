@@ -29,7 +29,9 @@ class Ring:
     own. The consumer trusts nothing it reads: an index out of bounds raises RingCorrupt, entries are copied out once.
     """
 
-    def __init__(self, memory: memoryview, offset: int, entries: int, entry_bytes: int, generation: int, create: bool) -> None:
+    def __init__(
+        self, memory: memoryview, offset: int, entries: int, entry_bytes: int, generation: int, create: bool
+    ) -> None:
         """`memory` is kept alive. `create` writes the header; otherwise it is checked (RingCorrupt)."""
 
     def push(self, entries: bytes) -> tuple[int, bool]:
@@ -88,8 +90,8 @@ def uring_reserve_buffers(ring_fd: int, slots: int) -> None:
     """Give an io_uring (anyone's) an empty table of registered buffers. OSError on refusal (before Linux 5.19)."""
 
 def uring_set_buffer(ring_fd: int, slot: int, address: int, length: int) -> None:
-    """Fill one entry of the table (at most 1 GiB), or empty it (0, 0), leaving the others pinned as they are. OSError on
-    refusal (ENOMEM: memlock)."""
+    """Fill one entry of the table (at most 1 GiB), or empty it (0, 0); the others stay pinned. OSError on refusal
+    (ENOMEM: memlock)."""
 
 # ---- checksums --------------------------------------------------------------------------------------------------
 def crc32c(data: memoryview, value: int = 0) -> int:

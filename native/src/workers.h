@@ -9,8 +9,8 @@
 
 namespace offloadd {
 
-// Runs task(member) for member 0 .. members-1 and returns when all are done. Teams of more than one member take turns; a
-// team of one is a plain call. The task must not throw.
+// Runs task(member) for member 0 .. members-1 and returns when all are done. Teams of more than one member take turns;
+// a team of one is a plain call. The task must not throw.
 void run_team(std::size_t members, const std::function<void(std::size_t)>& task);
 
 }  // namespace offloadd
