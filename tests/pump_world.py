@@ -15,6 +15,7 @@ from offloadd.store import Catalog, Store, SwapTarget
 from tests.sim_engine import SimEngine
 
 PAGE = 4096
+NO_TILE = TileKey(0, 0)
 
 
 class Rank:
@@ -38,7 +39,7 @@ class Rank:
             assert reply.id not in self.replies, "answered twice"
             self.replies[reply.id] = reply
 
-    def send(self, op: Op, tile: TileKey = TileKey(0, 0), mode: Mode = Mode.READ, lease: int = 0) -> int:
+    def send(self, op: Op, tile: TileKey = NO_TILE, mode: Mode = Mode.READ, lease: int = 0) -> int:
         number = next(self._ids)
         request = Request(self.session, number, op, mode, tile, lease, self.world.clock.now_ns())
         self.sent[number] = request

@@ -112,9 +112,9 @@ class Serving:
             plan.ahead += 1
             return
         if not self._scheduler.windows.has_room(tile.path, tile.padded):
-            queue.prefetch_path = tile.path
+            queue.prefetch_needs = (tile.path, tile.padded)
             return
-        queue.prefetch_path = NO_PATH
+        queue.prefetch_needs = None
         room = self._store.reserve(tile, False, now_ns)
         self._note_room(queue, tile, room)
         if room.room > Room.TAKEN_BY_EVICTION:
@@ -131,9 +131,9 @@ class Serving:
             queue.write_back_stopped = True
             return
         if not self._scheduler.windows.has_room(tile.path, tile.padded):
-            queue.write_back_path = tile.path
+            queue.write_back_needs = (tile.path, tile.padded)
             return
-        queue.write_back_path = NO_PATH
+        queue.write_back_needs = None
         self._spill(queue, tile, TrafficClass.WRITE_BACK, 0)
 
     def _note_room(self, queue: SessionQueue, tile: Tile, room: Reservation) -> None:

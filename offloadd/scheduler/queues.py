@@ -65,12 +65,12 @@ class SessionQueue:
         self.blocked_cause = Cause.SLOTS_EXHAUSTED
         self.prefetch_stopped = False
         """The prefetcher found no room; until something changes it need not look again."""
-        self.prefetch_path = NO_PATH
-        """The prefetcher waits for this path's window."""
+        self.prefetch_needs: tuple[int, int] | None = None
+        """The prefetcher waits for this much room (path, bytes) in a window."""
         self.write_back_credit = 0
         """Bytes that write-back may still spill ahead of need."""
         self.write_back_stopped = False
-        self.write_back_path = NO_PATH
+        self.write_back_needs: tuple[int, int] | None = None
 
     def push(self, want: Want, front: bool = False) -> None:
         """Queue a want on its path."""
@@ -104,7 +104,7 @@ class SessionQueue:
     def wake(self) -> None:
         """Something of the session changed: all that had stopped may look again."""
         self.prefetch_stopped = self.write_back_stopped = False
-        self.prefetch_path = self.write_back_path = NO_PATH
+        self.prefetch_needs = self.write_back_needs = None
         if self.blocked is not None:
             self.push(self.blocked, front=True)
             self.blocked = None

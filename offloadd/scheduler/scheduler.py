@@ -160,12 +160,12 @@ class Scheduler:
         plan = queue.plan
         if queue.prefetch_stopped or queue.blocked is not None or plan.ahead >= plan.cursor + len(plan.entries):
             return False
-        return queue.prefetch_path == NO_PATH or self.windows.has_room(queue.prefetch_path, 1)
+        return queue.prefetch_needs is None or self.windows.has_room(*queue.prefetch_needs)
 
     def _may_write_back(self, queue: SessionQueue) -> bool:
         if queue.write_back_stopped or not queue.write_back_credit:
             return False
-        return queue.write_back_path == NO_PATH or self.windows.has_room(queue.write_back_path, 1)
+        return queue.write_back_needs is None or self.windows.has_room(*queue.write_back_needs)
 
     def _pop(self, queue: SessionQueue) -> Want:
         """The oldest want whose path has room: spills first, for something waits on their memory."""
