@@ -95,13 +95,22 @@ class Engine:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.reducer.finish()
         except BaseException:
-            self.reducer.forget()
-            self.coordinator.abort()
+            self._drop_accumulation()
             raise
         self.coordinator.end_pass()
         self.micro_steps += 1
         self._boundary = self.micro_steps % self.batch.accumulation == 0
         return scaled
+
+    def _drop_accumulation(self) -> None:
+        """A backward that raised has added part of a gradient, so that nothing since the last step can be used."""
+        done = self.micro_steps % self.batch.accumulation
+        if done:
+            log.warning("backward raised; the %d micro-steps accumulated before it are dropped", done)
+        self.micro_steps -= done
+        self.reducer.forget()
+        self.reducer.new_step()
+        self.coordinator.abort()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` will update the parameters."""

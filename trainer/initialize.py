@@ -134,6 +134,8 @@ def _shard(
         if not zero.dtype.is_floating_point:
             zero.trainable = False
         zero.trainable = zero.trainable and id(zero.param) in optimized
+        if zero.trainable and zero.dtype not in _DTYPES.values():
+            raise ConfigError(f"{zero.name} is {zero.dtype}, which is not supported yet; use fp32, bf16 or fp16")
         if zero.state is ParamState.AVAILABLE:
             partition(zero, collectives)
     strangers = optimized - {id(zero.param) for zero in zeros}

@@ -7,6 +7,7 @@ branches get an error naming both sides instead of each other's bytes.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,7 +39,7 @@ class Collectives(Protocol):
         """`tensor` becomes the source rank's."""
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every rank's small picklable value, in rank order."""
+        """Every rank's small value (of what JSON can carry), in rank order."""
 
 
 class SoloCollectives:
@@ -116,13 +117,16 @@ class GroupCollectives:
             self._bounded(lambda: dist.broadcast(flat, source, async_op=True), what)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Bounded by the process group's own time-out."""
-        everyone: list[Any] = [None] * self.world
-        try:
-            dist.all_gather_object(everyone, value)
-        except RuntimeError as error:
-            raise self._failure(what, error) from error
-        return everyone
+        """As JSON: lengths first, then the text, padded to the longest."""
+        mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
+        self.all_gather(lengths, torch.tensor([mine.numel()]), what)
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        texts = [torch.empty_like(padded) for _ in range(self.world)]
+        self.all_gather(texts, padded, what)
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
 
     def _bounded(self, start: Callable[[], Any], what: str) -> None:
         try:

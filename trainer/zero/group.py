@@ -5,6 +5,7 @@ Called by `trainer.initialize` and `zero.Init`. Also checks that all ranks were 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 from collections.abc import Sequence
@@ -18,14 +19,19 @@ from trainer.zero.errors import RanksDisagree
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def ensure_process_group(timeout_s: float) -> bool:
-    """True if this call made the group, so that its owner takes it down again."""
+def ensure_process_group(timeout_s: float) -> None:
+    """Make the default group if torchrun's environment is there and nobody made one. Taken down at exit."""
     if not dist.is_available() or dist.is_initialized():
-        return False
+        return
     if any(name not in os.environ for name in _TORCHRUN) or int(os.environ["WORLD_SIZE"]) == 1:
-        return False
+        return
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    return True
+    atexit.register(_take_down)
+
+
+def _take_down() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def ensure_agreement(collectives: Collectives, facts: Sequence[str]) -> None:

@@ -73,6 +73,11 @@ class ZeroParam:
         return self.layout.numel
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of each rank's shard, padding included."""
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    @property
     def storage(self) -> torch.UntypedStorage:
         """The stable storage."""
         return self.flat.untyped_storage()

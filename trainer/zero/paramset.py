@@ -7,16 +7,21 @@ shards and full parameters meet. It decides nothing about when.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from trainer.config import ConfigError
 from trainer.swap.accesslog import AccessLog
-from trainer.swap.backend import SwapBackend, SwapShard, SwapSpec
+from trainer.swap.backend import SwapBackend, SwapShard, SwapSpec, Tile
 from trainer.zero.collectives import Collectives
 from trainer.zero.parameter import ParamState, ZeroParam
+
+_SMALL_BYTES = 64 << 10
+"""Shards up to this size share a collective with others."""
+_PACK_BYTES = 4 << 20
+"""At most this much of one rank's bytes in a shared collective."""
 
 
 class ParamSet:
@@ -74,6 +79,7 @@ class ParamSet:
         while zero.pending:
             zero.pending.pop(0).wait().release()
         self._inflight.pop(zero, None)
+        zero.storage.resize_(0)
         zero.state = ParamState.NOT_AVAILABLE
 
     def inflight(self) -> list[ZeroParam]:
@@ -90,27 +96,48 @@ class ParamSet:
                 self.start(zero)
         digest = zlib.crc32(repr([zero.index for zero in missing]).encode())
         self.collectives.announce(f"the gather of {missing[0].name} and {len(missing) - 1} more (#{digest:08x})")
+        small = [zero for zero in missing if zero.shard_bytes <= _SMALL_BYTES and self.collectives.world > 1]
         for zero in missing:
-            self._finish(zero)
+            if zero not in small:
+                self._receive(zero)
+        for together in _packs(small):
+            self._receive_together(together)
+        for zero in missing:
+            zero.expose()
+            self.live_numel += zero.numel
+        self.live_numel_max = max(self.live_numel_max, self.live_numel)
 
-    def _finish(self, zero: ZeroParam) -> None:
-        world = range(self.collectives.world)
+    def _arrive(self, zero: ZeroParam) -> Iterator[Tile]:
+        """Put this rank's tiles into their places as they come. Copied and given back at once: a slot must not wait
+        for other ranks, nor for whatever the process group still refers to after its work is done."""
         zero.allocate()
-        what = f"the gather of {zero.name}"
-        rank = self.collectives.rank
         while zero.pending:
             slot = zero.pending.pop(0).wait()
-            start, numel = slot.tile.start, slot.tile.numel
-            pieces = [zero.piece(other, start, numel) for other in world]
-            # Copied and given back before the collective: a slot must not wait for other ranks, nor for whatever the
-            # process group still refers to after its work is done.
-            pieces[rank].copy_(slot.tensor)
+            tile = slot.tile
+            zero.piece(self.collectives.rank, tile.start, tile.numel).copy_(slot.tensor)
             slot.release()
-            self.collectives.all_gather(pieces, pieces[rank], what)
+            yield tile
         self._inflight.pop(zero, None)
-        zero.expose()
-        self.live_numel += zero.numel
-        self.live_numel_max = max(self.live_numel_max, self.live_numel)
+
+    def _receive(self, zero: ZeroParam) -> None:
+        """One collective per tile, straight into place."""
+        for tile in self._arrive(zero):
+            pieces = [zero.piece(rank, tile.start, tile.numel) for rank in range(self.collectives.world)]
+            self.collectives.all_gather(pieces, pieces[self.collectives.rank], f"the gather of {zero.name}")
+
+    def _receive_together(self, pack: list[ZeroParam]) -> None:
+        """One collective for many small shards: what a collective costs before its first byte is what counts."""
+        for zero in pack:
+            for _ in self._arrive(zero):
+                pass
+        rank, world = self.collectives.rank, self.collectives.world
+        mine = torch.cat([zero.piece(rank).view(torch.uint8) for zero in pack])
+        everyone = torch.empty(world, mine.numel(), dtype=torch.uint8)
+        self.collectives.all_gather(list(everyone), mine, f"the gather of {pack[0].name} and {len(pack) - 1} more")
+        for other in range(world):
+            parts = torch.split(everyone[other], [zero.shard_bytes for zero in pack])
+            for zero, part in zip(pack, parts, strict=True):
+                zero.piece(other).view(torch.uint8).copy_(part)
 
     def release(self, zero: ZeroParam) -> None:
         """Drop the full values, whether persistent or not."""
@@ -156,6 +183,19 @@ class ParamSet:
         return self.backend, zero.shard, self.log
 
 
+def _packs(small: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
+    """Consecutive shards up to a bound; the same on every rank, for it depends on sizes only."""
+    packs: list[list[ZeroParam]] = []
+    room = 0
+    for zero in small:
+        if not packs or zero.shard_bytes > room:
+            packs.append([])
+            room = _PACK_BYTES
+        packs[-1].append(zero)
+        room -= zero.shard_bytes
+    return packs
+
+
 def partition(zero: ZeroParam, collectives: Collectives) -> None:
     """Take rank 0's values, keep this rank's shard at rest, drop the rest."""
     collectives.broadcast(zero.flat, 0, f"the broadcast of {zero.name}")
@@ -188,6 +228,8 @@ def collect(model: nn.Module, world: int, dtype: torch.dtype | None) -> list[Zer
                 original = param.data = original.to(dtype)
             zero = ZeroParam(param, name, world)
             zero.adopt(original)
+        elif zero.resting is None:
+            raise ConfigError(f"{name} belongs to another engine; build the model anew")
         elif dtype is not None and zero.dtype.is_floating_point and zero.dtype != dtype:
             raise ConfigError(f"{name} was partitioned as {zero.dtype}; give zero.Init the configuration with bf16")
         zero.name, zero.aliases, zero.trainable = name, (name,), param.requires_grad

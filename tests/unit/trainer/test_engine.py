@@ -238,3 +238,60 @@ def test_a_closed_engine_says_so_and_closes_again() -> None:
 def test_the_callers_optimizer_step_is_refused() -> None:
     with engine_of(nn.Linear(4, 2)) as engine, pytest.raises(RuntimeError, match=r"engine\.step\(\)"):
         engine.optimizer.step()
+
+
+class FailsInBackward(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        if FailsInBackward.armed:
+            raise KeyError("user code")
+        return grad
+
+
+def test_a_backward_that_raised_leaves_nothing_behind() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(FailsInBackward.apply(self.first(x)))
+
+    def losses(disturb: bool) -> list[float]:
+        torch.manual_seed(0)
+        found = []
+        with engine_of(Net(), {"reduce_bucket_size": 1}, gradient_accumulation_steps=2) as engine:
+            if disturb:
+                engine.backward(engine(X).sum())
+                FailsInBackward.armed = True
+                with pytest.raises(KeyError):
+                    engine.backward(engine(X).sum())
+                FailsInBackward.armed = False
+            for _ in range(4):
+                loss = engine(X).square().mean()
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            assert engine.global_steps == 2
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_a_model_belongs_to_one_engine() -> None:
+    model = nn.Linear(4, 2)
+    with engine_of(model):
+        pass
+    with pytest.raises(trainer.ConfigError, match="build the model anew"):
+        trainer.initialize(model=model, config=config_of())
+
+
+def test_double_precision_is_refused() -> None:
+    with pytest.raises(trainer.ConfigError, match="float64"):
+        trainer.initialize(model=nn.Linear(4, 2).double(), config=config_of())
