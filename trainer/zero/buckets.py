@@ -62,6 +62,42 @@ def _known(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
+class _Filling:
+    """A bucket's matrix while gradients arrive. Nothing is cleared beforehand: the first part of a gradient is copied,
+    a further one added, and what never came is zeroed at the end."""
+
+    def __init__(self, bucket: Bucket, world: int) -> None:
+        self._bucket = bucket
+        self._matrix = torch.empty(world, bucket.columns, dtype=bucket.dtype)
+        self._filled: set[ZeroParam] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter's gradient is here."""
+        return len(self._filled) == len(self._bucket.entries)
+
+    def put(self, entry: Entry, grad: torch.Tensor) -> None:
+        """Cut a full gradient as the shards are."""
+        flat, layout = grad.reshape(-1), entry.zero.layout
+        first = entry.zero not in self._filled
+        self._filled.add(entry.zero)
+        for rank in range(layout.world):
+            start, numel = layout.start(rank), layout.logical(rank)
+            row = self._matrix[rank, entry.column : entry.column + layout.shard_numel]
+            if first:
+                row[:numel].copy_(flat[start : start + numel])
+                row[numel:].zero_()
+            else:
+                row[:numel].add_(flat[start : start + numel])
+
+    def finished(self) -> torch.Tensor:
+        """The matrix, with zeros for what did not come."""
+        for entry in self._bucket.entries:
+            if entry.zero not in self._filled:
+                self._matrix[:, entry.column : entry.column + entry.zero.layout.shard_numel].zero_()
+        return self._matrix
+
+
 class GradReducer:
     """One backward after another, into `zero.grad_shard`."""
 
@@ -73,9 +109,9 @@ class GradReducer:
         self._collectives = collectives
         self._scatter = scatter
         self._home = {e.zero: (number, e) for number, b in enumerate(self._buckets) for e in b.entries}
-        self._matrices: dict[int, torch.Tensor] = {}
-        self._seen: set[ZeroParam] = set()
+        self._filling: dict[int, _Filling] = {}
         self._next = 0
+        """The first bucket that has not left."""
         self._fresh = {zero: True for zero in self._home}
         """Whether this rank's accumulation buffer still holds the last step's gradient."""
         self.late = 0
@@ -87,7 +123,7 @@ class GradReducer:
     @property
     def idle(self) -> bool:
         """Whether no gradient waits for `finish`."""
-        return not self._seen and not self._matrices
+        return self._next == 0 and not self._filling
 
     def _arrived(self, param: torch.Tensor) -> None:
         zero: ZeroParam = param._zero  # type: ignore[attr-defined]
@@ -97,27 +133,19 @@ class GradReducer:
         number, entry = self._home[zero]
         if number < self._next:
             self.late += 1
-        matrix = self._matrices.get(number)
-        if matrix is None:
-            matrix = self._matrices[number] = self._zeros(number)
-        _spread(matrix, entry, grad.detach())
-        self._seen.add(zero)
-        while self._next < len(self._buckets) and self._complete(self._next):
+        self._of(number).put(entry, grad.detach())
+        while self._next in self._filling and self._filling[self._next].complete:
             self._reduce(self._next)
             self._next += 1
 
-    def _zeros(self, number: int) -> torch.Tensor:
-        bucket = self._buckets[number]
-        return torch.zeros(self._collectives.world, bucket.columns, dtype=bucket.dtype)
-
-    def _complete(self, number: int) -> bool:
-        return all(entry.zero in self._seen for entry in self._buckets[number].entries)
+    def _of(self, number: int) -> _Filling:
+        if number not in self._filling:
+            self._filling[number] = _Filling(self._buckets[number], self._collectives.world)
+        return self._filling[number]
 
     def finish(self) -> None:
         """Backward is over: reduce what is left, unused parameters as zeros, then what came late."""
         while self._next < len(self._buckets):
-            if self._next not in self._matrices:
-                self._matrices[self._next] = self._zeros(self._next)
             self._reduce(self._next)
             self._next += 1
         self._reduce_late()
@@ -129,17 +157,16 @@ class GradReducer:
         if not self._buckets:
             return
         what = "the end of backward"
-        flags = torch.tensor([n in self._matrices for n in range(len(self._buckets))], dtype=torch.uint8)
+        flags = torch.tensor([n in self._filling for n in range(len(self._buckets))], dtype=torch.uint8)
         everyone = torch.empty(self._collectives.world, len(self._buckets), dtype=torch.uint8)
         self._collectives.announce(what)
         self._collectives.all_gather(list(everyone), flags, what)
         for number in everyone.any(dim=0).nonzero().flatten().tolist():
-            if number not in self._matrices:
-                self._matrices[number] = self._zeros(number)
             self._reduce(number)
 
     def _reduce(self, number: int) -> None:
-        matrix = self._matrices.pop(number)
+        matrix = self._of(number).finished()
+        del self._filling[number]
         world = self._collectives.world
         if world > 1:
             # Divided before the sum, so that a 16-bit sum does not overflow where the mean would not.
@@ -168,16 +195,5 @@ class GradReducer:
 
     def forget(self) -> None:
         """Drop what is on its way; after a finished backward, or one that raised."""
-        self._matrices.clear()
-        self._seen.clear()
+        self._filling.clear()
         self._next = 0
-
-
-def _spread(matrix: torch.Tensor, entry: Entry, grad: torch.Tensor) -> None:
-    """Add a full gradient to its columns, cut as the shards are."""
-    flat = grad.reshape(-1)
-    layout = entry.zero.layout
-    for rank in range(layout.world):
-        start, numel = layout.start(rank), layout.logical(rank)
-        if numel:
-            matrix[rank, entry.column : entry.column + numel].add_(flat[start : start + numel])

@@ -53,7 +53,7 @@ class Trace:
         self._settled = False
         self._recording: list[Event] = []
         self._matching = False
-        self._distances: dict[tuple[int, int], int] = {}
+        self._distances: dict[tuple[int, int, int], int] = {}
 
     def begin(self) -> None:
         """A pass begins."""
@@ -101,7 +101,7 @@ class Trace:
         """Elements of parameters that the hint needs before it needs `zero` again; more than `limit` if beyond."""
         if not self._matching:
             return limit + 1
-        key = (self.position, zero.index)
+        key = (self.position, zero.index, limit)
         if key not in self._distances:
             self._distances[key] = self._distance(zero, limit)
         return self._distances[key]
