@@ -55,6 +55,11 @@ class Ring:
     def wake(self) -> None:
         """Consumer: clear the sleep flag after waiting."""
 
+    def wait(self, doorbell: int, liveness: int, spin_us: float, timeout_ms: int) -> int:
+        """Consumer: look for `spin_us`, then sleep until the doorbell (a non-blocking eventfd, cleared on the way),
+        until `liveness` is readable or hung up, or until the time is up. 0: time-out, 1: entries are pending, 2: the
+        peer is gone and nothing is pending."""
+
 # ---- io_uring on raw system calls -------------------------------------------------------------------------------
 URING_OP: Final[np.dtype[np.void]]
 """Structured dtype of one device request: op u1 (0 read, 1 write, 2 fdatasync), buffer i4 (registered index or -1),

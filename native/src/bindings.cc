@@ -13,6 +13,7 @@
 #include "cpu.h"
 #include "crc32c.h"
 #include "ring.h"
+#include "ring_wait.h"
 #include "uring.h"
 #include "uring_buffers.h"
 
@@ -87,6 +88,10 @@ class PyRing {
   std::size_t pending() const { return ring_.pending(); }
   bool sleep() { return ring_.sleep(); }
   void wake() { ring_.wake(); }
+  int wait(int doorbell, int liveness, double spin_us, int timeout_ms) {
+    const nb::gil_scoped_release unlocked;
+    return static_cast<int>(ring_wait(ring_, doorbell, liveness, spin_us, timeout_ms));
+  }
 
  private:
   std::byte* start(std::size_t offset, std::uint32_t entries, std::uint32_t entry_bytes) const {
@@ -111,7 +116,8 @@ void bind_ring(nb::module_& m) {
       .def("free", &PyRing::free)
       .def("pending", &PyRing::pending)
       .def("sleep", &PyRing::sleep)
-      .def("wake", &PyRing::wake);
+      .def("wake", &PyRing::wake)
+      .def("wait", &PyRing::wait, "doorbell"_a, "liveness"_a, "spin_us"_a, "timeout_ms"_a);
 }
 
 // ---- io_uring ---------------------------------------------------------------------------------------------------
@@ -259,6 +265,8 @@ void bind_kernels(nb::module_& m) {
 }  // namespace offloadd
 
 NB_MODULE(_ext, m) {
+  // Rings may be alive when the interpreter ends, as when an error ends a rank; that is no leak.
+  nb::set_leak_warnings(false);
   static PyObject* corrupt = PyErr_NewException("offloadd_native.RingCorrupt", PyExc_ValueError, nullptr);
   if (corrupt == nullptr) throw nb::python_error();
   m.attr("RingCorrupt") = nb::borrow(corrupt);

@@ -1,8 +1,8 @@
 """Two ways to carry the same entries: the shared-memory ring, and a gRPC stream where descriptors cannot pass.
 
 A channel moves submissions one way and completions the other, and turns a granted slot into a buffer. It knows
-nothing of shards. Both pass tests/conformance/test_channel.py. Calls may come from several threads, but `poll` and
-`wait` from one at a time (the session sees to that).
+nothing of shards. Both pass tests/conformance/test_channel.py. Calls may come from several threads, but `submit`
+from one at a time, and `poll` and `wait` from one at a time (the session sees to that).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import queue
-import select
 import socket
 import threading
 from collections import deque
@@ -28,6 +27,10 @@ from offloadd.wire.layout import ENTRY_BYTES, RING_ENTRIES, Completion, unpack_c
 from offloadd.wire.pb import control_pb2, data_pb2, data_pb2_grpc
 from offloadd_native import Ring, RingCorrupt, ring_bytes
 
+SPIN_US = 0.0
+"""How long a waiting rank looks at the ring before it sleeps: about what two wake-ups through the kernel cost."""
+_PEER_GONE = 2
+
 Buffer = Any
 """A ctypes array of bytes: writable, weakly referenceable, and alive as long as any view of it."""
 
@@ -36,7 +39,7 @@ class Channel(Protocol):
     """Carries entries."""
 
     def submit(self, entry: bytes) -> bool:
-        """Hand over one entry; False if there is no room now."""
+        """Hand over one entry; False if there is no room now. From one thread at a time."""
 
     def poll(self) -> list[Completion]:
         """Completions that have arrived; never waits."""
@@ -88,15 +91,10 @@ class RingChannel:
         memory = memoryview(self._ring)
         self._submissions = Ring(memory, 0, RING_ENTRIES, ENTRY_BYTES, generation, False)
         self._completions = Ring(memory, size, RING_ENTRIES, ENTRY_BYTES, generation, False)
-        self._lock = threading.Lock()
-        self._poller = select.poll()
-        self._poller.register(self._completion_doorbell, select.POLLIN)
-        self._poller.register(liveness, select.POLLIN)
         self._closed = False
 
     def submit(self, entry: bytes) -> bool:
-        with self._lock:
-            taken, sleeping = self._submissions.push(entry)
+        taken, sleeping = self._submissions.push(entry)
         if sleeping:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._submission_doorbell, 1)
@@ -110,18 +108,10 @@ class RingChannel:
         return unpack_completions(raw) if raw else []
 
     def wait(self, timeout_s: float) -> None:
-        if not self._completions.sleep():
-            return
-        try:
-            ready = self._poller.poll(max(0.0, timeout_s) * 1000)
-        finally:
-            self._completions.wake()
-        for descriptor, _ in ready:
-            if descriptor == self._completion_doorbell:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._completion_doorbell)
-            elif not self._completions.pending():
-                raise _gone(self._where)
+        timeout_ms = max(0, int(timeout_s * 1000))
+        state = self._completions.wait(self._completion_doorbell, self._liveness.fileno(), SPIN_US, timeout_ms)
+        if state == _PEER_GONE:
+            raise _gone(self._where)
 
     def buffer(self, lease: int, offset: int, length: int) -> Buffer:
         return (ctypes.c_ubyte * length).from_buffer(self._arena, offset)
