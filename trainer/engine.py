@@ -121,6 +121,7 @@ class Engine:
         self._must_be_open()
         if not self._boundary:
             return
+        self._refuse_open_blocks()
         self.params.drop_all()
         norm = grad_norm(self.params.params, self.params.collectives)
         self._grad_norm = norm.value
@@ -134,6 +135,12 @@ class Engine:
         self.global_steps += 1
         self._boundary = False
         self._plan()
+
+    def _refuse_open_blocks(self) -> None:
+        """What a GatheredParameters block shows would be old, and its end could put it back."""
+        held = [zero.name for zero in self.params.params if zero.blocks]
+        if held:
+            raise RuntimeError(f"engine.step() inside a GatheredParameters block with {held[0]}; leave the block first")
 
     def _report_nonfinite(self, name: str) -> None:
         self.nonfinite_steps += 1

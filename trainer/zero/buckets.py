@@ -66,9 +66,11 @@ class _Filling:
     """A bucket's matrix while gradients arrive. Nothing is cleared beforehand: the first part of a gradient is copied,
     a further one added, and what never came is zeroed at the end."""
 
-    def __init__(self, bucket: Bucket, world: int) -> None:
+    def __init__(self, bucket: Bucket, world: int, spare: torch.Tensor | None) -> None:
         self._bucket = bucket
-        self._matrix = torch.empty(world, bucket.columns, dtype=bucket.dtype)
+        shape = (world, bucket.columns)
+        fits = spare is not None and spare.shape == shape and spare.dtype == bucket.dtype
+        self._matrix = spare if spare is not None and fits else torch.empty(shape, dtype=bucket.dtype)
         self._filled: set[ZeroParam] = set()
 
     @property
@@ -112,6 +114,8 @@ class GradReducer:
         self._filling: dict[int, _Filling] = {}
         self._next = 0
         """The first bucket that has not left."""
+        self._spare: torch.Tensor | None = None
+        """The last matrix that was used up; fresh memory costs a page fault per page."""
         self._fresh = {zero: True for zero in self._home}
         """Whether this rank's accumulation buffer still holds the last step's gradient."""
         self.late = 0
@@ -140,7 +144,8 @@ class GradReducer:
 
     def _of(self, number: int) -> _Filling:
         if number not in self._filling:
-            self._filling[number] = _Filling(self._buckets[number], self._collectives.world)
+            self._filling[number] = _Filling(self._buckets[number], self._collectives.world, self._spare)
+            self._spare = None
         return self._filling[number]
 
     def finish(self) -> None:
@@ -177,6 +182,7 @@ class GradReducer:
         row = self._collectives.reduce_rows(matrix, self._scatter, what)
         for entry in self._buckets[number].entries:
             self._accumulate(entry, row)
+        self._spare = matrix
 
     def _accumulate(self, entry: Entry, row: torch.Tensor) -> None:
         zero = entry.zero

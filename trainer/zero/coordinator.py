@@ -186,5 +186,5 @@ class Coordinator:
     def _let_go(self, held: list[ZeroParam]) -> None:
         for zero in held:
             zero.users -= 1
-            if zero.users == 0 and not self.policy.keep(self.trace, zero, self.params.live_numel):
+            if zero.users == 0 and not zero.blocks and not self.policy.keep(self.trace, zero, self.params.live_numel):
                 self.params.release(zero)

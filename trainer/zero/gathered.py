@@ -61,7 +61,7 @@ class GatheredParameters:
             self._opened += [zero for zero in zeros if zero.state is not ParamState.AVAILABLE]
             owner.gather(zeros)
         for zero in self._zeros:
-            zero.users += 1
+            zero.blocks += 1
             self._versions[zero] = zero.param._version
         return self
 
@@ -69,7 +69,7 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for zero in self._zeros:
-            zero.users -= 1
+            zero.blocks -= 1
         changed = [zero for zero in self._zeros if zero.param._version != self._versions[zero]]
         try:
             if kind is None and self._modifier is not None:
@@ -101,7 +101,7 @@ class GatheredParameters:
         discard = changed if self._modifier is None else []
         again = []
         for zero in zeros:
-            if (zero in self._opened or zero in discard) and zero.users == 0:
+            if (zero in self._opened or zero in discard) and zero.users == 0 and zero.blocks == 0:
                 owner.release(zero)
                 if zero not in self._opened:
                     again.append(zero)

@@ -50,6 +50,8 @@ class ZeroParam:
         self.state = ParamState.NOT_AVAILABLE
         self.users = 0
         """Module calls that need it gathered now."""
+        self.blocks = 0
+        """GatheredParameters blocks it is in."""
         self.kept_until = -1
         """Trace position for which the prefetcher counted on it staying gathered."""
         self.shard: SwapShard | None = None
@@ -99,8 +101,10 @@ class ZeroParam:
 
     def conceal(self) -> None:
         """Drop the full values. Views saved by autograd stay valid in shape and are refilled by the next gather."""
-        if self.users or self.state is ParamState.INFLIGHT:
-            raise AssertionError(f"{self.name} is released while {self.users} calls use it ({self.state.value})")
+        if self.users or self.blocks or self.state is ParamState.INFLIGHT:
+            raise AssertionError(
+                f"{self.name} is released while {self.users + self.blocks} use it ({self.state.value})"
+            )
         if self.state is ParamState.AVAILABLE:
             self.param.data = self._stub
             stub.hide(self.param)

@@ -146,12 +146,13 @@ class ParamSet:
             self.live_numel -= zero.numel
 
     def drop_all(self) -> None:
-        """Release and cancel everything that is not persistent; after a pass, or before shards change."""
+        """Release and cancel everything that is neither persistent nor in a GatheredParameters block; after a pass, or
+        before shards change."""
         for zero in self.params:
             zero.users, zero.kept_until = 0, -1
             if zero.state is ParamState.INFLIGHT:
                 self.cancel(zero)
-            elif not zero.persistent:
+            elif not zero.persistent and not zero.blocks:
                 self.release(zero)
 
     def refresh_persistent(self) -> None:

@@ -81,7 +81,7 @@ def test_a_daemon_changes_no_bit(whole_world: WholeWorld, world: int, cell: Cell
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize(("world", "cell", "way"), _cases("full"))
 def test_the_whole_matrix_differs_in_no_bit(whole_world: WholeWorld, world: int, cell: Cell, way: str) -> None:
     _check_bits(whole_world(world, "full"), cell, way)

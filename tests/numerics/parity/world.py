@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.daemon import running
 from tests.numerics.parity.cells import ENDPOINT_VARIABLE, WAYS, Cell, run, run_plain
 
-JOIN_SECONDS_MAX = 900.0
+JOIN_SECONDS_MAX = 1800.0
 
 
 def spawn(world: int, target: Callable[..., None], arguments: Sequence[Any], folder: Path) -> list[int | None]:

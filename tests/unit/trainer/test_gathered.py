@@ -74,3 +74,15 @@ def test_parameters_that_are_not_sharded_are_left_alone() -> None:
     with GatheredParameters(model, modifier_rank=0), torch.no_grad():
         model.weight.zero_()
     assert model.weight.sum() == 0
+
+
+def test_forward_and_backward_work_inside_a_block_and_step_does_not() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model) as engine:
+        with GatheredParameters(model):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            assert model.weight.shape == (2, 2)
+            with pytest.raises(RuntimeError, match="leave the block first"):
+                engine.step()
+        engine.step()
+        assert engine.global_steps == 1
