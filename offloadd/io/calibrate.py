@@ -30,8 +30,9 @@ CANDIDATES = (
     FileTuning(MIB, 32),
     FileTuning(4 * MIB, 8),
 )
-TRANSFER_BYTES = 8 * MIB
-"""Size of the transfers measured with: that of a tile, which is what the daemon moves."""
+TRANSFER_BYTES = 4 * MIB
+"""Size of the transfers measured with: that of a tile. Small enough that measuring stays within what the daemon may
+use beside its arenas."""
 WINDOW = 8
 """Transfers in flight."""
 REGION, FILE = 2**31 - 1, 2**31 - 1
@@ -105,7 +106,9 @@ def calibrate(engine: Engine, directory: str, seconds: float = 1.5, bytes_max: i
 def _bench(engine: Engine, directory: str, direct: bool, span: int) -> Iterator[_Bench]:
     memory = mmap.mmap(-1, WINDOW * TRANSFER_BYTES)
     view = memoryview(memory)
-    view[:] = os.urandom(TRANSFER_BYTES) * WINDOW  # some devices compress
+    content = os.urandom(TRANSFER_BYTES)  # some devices compress
+    for start in range(0, len(view), TRANSFER_BYTES):
+        view[start : start + TRANSFER_BYTES] = content
     try:
         with scratch_file(directory, direct) as fd:
             engine.register_region(REGION, view)
