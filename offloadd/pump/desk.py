@@ -96,7 +96,7 @@ class Desk:
     def fail(self, queue: SessionQueue, tile: Tile, settled: Settled, now_ns: int) -> None:
         """A load failed, or there is no slot to be had: answer the fetches that needed it. An OVERWRITE needs no
         load, so it stays."""
-        tile.prefetched = False
+        self.end_guess(queue, tile)
         no_slot = settled.code is Code.SLOTS_EXHAUSTED
         leased = self._store.holdings(queue.session).arena.leased_bytes() if no_slot else 0
         kept: deque[Waiter] = deque()
@@ -118,17 +118,25 @@ class Desk:
             stats.turn(queue.plan.cycles, now_ns)
         # The cursor moved, so the prefetcher may have room to go on.
         queue.prefetch_stopped = False
+        guessed = self.end_guess(queue, tile)
         if request.mode is Mode.OVERWRITE:
             return
+        stats.prefetch_useful += guessed
         if tile.residency is Residency.LOADING or tile.checking:
             stats.late += 1
         elif tile.residency is Residency.COLD:
             stats.misses += 1
         else:
             stats.hits += 1
-        if tile.prefetched:
-            tile.prefetched = False
-            stats.prefetch_useful += 1
+
+    @staticmethod
+    def end_guess(queue: SessionQueue, tile: Tile) -> bool:
+        """Whether the tile was prefetched and not fetched since; from now on it is like any other."""
+        if not tile.prefetched:
+            return False
+        tile.prefetched = False
+        queue.guessed_bytes -= tile.padded
+        return True
 
     def _try(
         self, queue: SessionQueue, request: Request, tile: Tile, now_ns: int, waiter: Waiter | None
@@ -155,6 +163,7 @@ class Desk:
             return None
         if verdict is Verdict.GRANTED:
             self._stats.evictions["drop"] += 1
+            self.end_guess(queue, tile)
             self._replies.plain(request, Code.OK, now_ns)
             queue.progress()
             return None

@@ -115,13 +115,16 @@ class Serving:
             queue.prefetch_needs = (tile.path, tile.padded)
             return
         queue.prefetch_needs = None
-        room = self._store.reserve(tile, False, now_ns)
+        # Room that has to be made costs a later load of what makes it: worth it only as far ahead as hides the device.
+        near = queue.guessed_bytes < self._store.holdings(queue.session).arena.prefetch_bytes
+        room = self._store.reserve(tile, False, now_ns, evict=near)
         self._note_room(queue, tile, room)
         if room.room > Room.TAKEN_BY_EVICTION:
             queue.prefetch_stopped = True
             return
         plan.ahead += 1
         tile.prefetched = True
+        queue.guessed_bytes += tile.padded
         self._stats.session(queue.session).prefetch_issued += 1
         self._load(queue, tile, TrafficClass.PREFETCH, 0)
 
@@ -143,7 +146,6 @@ class Serving:
             queue.allow_write_back(tile.padded, limit)
         for evicted, reason in self._store.take_evicted(queue.session):
             self._stats.evictions[reason] += 1
-            if evicted.prefetched:
-                evicted.prefetched = False
+            if self._desk.end_guess(queue, evicted):
                 self._stats.session(queue.session).prefetch_wasted += 1
             self._scheduler.note_evicted(queue.session, evicted.key)

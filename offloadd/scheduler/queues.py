@@ -65,6 +65,8 @@ class SessionQueue:
         self.blocked_cause = Cause.SLOTS_EXHAUSTED
         self.prefetch_stopped = False
         """The prefetcher found no room; until something changes it need not look again."""
+        self.guessed_bytes = 0
+        """Prefetched and not fetched since."""
         self.prefetch_needs: tuple[int, int] | None = None
         """The prefetcher waits for this much room (path, bytes) in a window."""
         self.write_back_credit = 0

@@ -233,11 +233,11 @@ class Store:
         self._forget(tile, held)
         return Verdict.GRANTED
 
-    def reserve(self, tile: Tile, demand: bool, now_ns: int) -> Reservation:
-        """Give a COLD, ABSENT or LOST tile a slot, evicting what the order allows."""
+    def reserve(self, tile: Tile, demand: bool, now_ns: int, evict: bool = True) -> Reservation:
+        """Give a COLD, ABSENT or LOST tile a slot, evicting what the order allows (if `evict`)."""
         if self.has_room(tile):
             return Reservation(Room.TAKEN)
-        return self._sessions[tile.session].arena.reserve(tile, demand, now_ns)
+        return self._sessions[tile.session].arena.reserve(tile, demand, now_ns, evict)
 
     def write_back_candidate(self, session: int, now_ns: int) -> Tile | None:
         """The dirty tile to spill next ahead of need; None when the store is clean enough, or pauses after an error."""
@@ -390,7 +390,7 @@ class Store:
     def _forget(self, tile: Tile, held: Holdings) -> None:
         held.arena.release_slot(tile)
         tile.residency = Residency.ABSENT
-        tile.blank = tile.dirty = tile.prefetched = False
+        tile.blank = tile.dirty = False
         tile.checksums = b""
 
     def _transfer(
