@@ -134,7 +134,8 @@ def _grant(session: Session, need: Need, host_share: int, swap_share: int) -> Gr
         raise OffloadError(
             Code.NO_HOST_BUDGET,
             f"{session.title} works with {need.pinned_tiles} tiles of {human(tile)} at once and needs "
-            f"{human(tiles * tile)} of host memory for that, but gets {human(host)}; raise the host budget",
+            f"{human(tiles * tile)} of host memory ({tiles * tile} bytes) for that, but gets {human(host)} ({host} "
+            "bytes); raise the host budget",
         )
     return Grant(host, need.swap_bytes or swap_share, tile)
 
