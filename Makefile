@@ -33,7 +33,8 @@ check: setup
 	$(BIN)/buf lint proto
 	$(BIN)/python tools/stubs.py --check
 	$(BIN)/python tools/configdoc.py --check
-	$(BIN)/clang-format --dry-run --Werror native/src/*
+	$(BIN)/clang-format --dry-run --Werror native/src/* native/tests/*
+	$(BIN)/clang-tidy --quiet $(filter-out native/src/bindings.cc,$(filter %.cc,$(NATIVE))) -- -std=c++17 -Inative/src
 
 bench: setup
 	$(BIN)/python -m tests.bench
@@ -46,7 +47,7 @@ docs: setup
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-	$(BIN)/clang-format -i native/src/*
+	$(BIN)/clang-format -i native/src/* native/tests/*
 
 clean:
 	rm -rf $(VENV) .make build demo-out bench-out
