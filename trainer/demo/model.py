@@ -46,7 +46,8 @@ class Block(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, sequence, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        inner: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + inner
 
 
 class Decoder(nn.Module):

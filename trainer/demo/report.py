@@ -125,4 +125,5 @@ def table(result: dict[str, Any]) -> str:
 
 def median_step(rows: Rows, skip: int = 3) -> float:
     """Median seconds of the steps after the first few."""
-    return median(row["seconds"] for row in (rows[skip:] or rows))
+    seconds: list[float] = [row["seconds"] for row in (rows[skip:] or rows)]
+    return median(seconds)
