@@ -1,0 +1,97 @@
+"""Registration is all or none, and says how much was missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from offloadd.core.errors import Code, OffloadError
+from offloadd.core.records import ShardSpec, TileKey
+from offloadd.store import Catalog, Store, SwapTarget
+from offloadd.store.catalog import unpack_extents
+
+PAGE = 4096
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    catalog = Catalog(":memory:")
+    store = Store(catalog)
+    store.open_session(1, "job", 0, 1, 8 * PAGE, 2 * PAGE, 10 * PAGE, [SwapTarget(5, 0, 1.0)])
+    yield store
+    catalog.close()
+
+
+def spec(name: str, length: int, on_disk: bool = True) -> ShardSpec:
+    return ShardSpec(name, "float32", length, "master", on_disk)
+
+
+def refusal(store: Store, *specs: ShardSpec) -> OffloadError:
+    with pytest.raises(OffloadError) as caught:
+        store.prepare_registration(1, specs)
+    return caught.value
+
+
+def test_tiles_cover_the_shard_and_only_the_last_is_shorter(store: Store) -> None:
+    registration = store.prepare_registration(1, [spec("a", 5 * PAGE + 1)])
+    assert registration.tiles[0] == ((0, 2 * PAGE), (2 * PAGE, 2 * PAGE), (4 * PAGE, PAGE + 1))
+    assert registration.grow == {5: 6 * PAGE}
+
+
+def test_an_empty_shard_is_one_empty_tile_without_swap(store: Store) -> None:
+    registration = store.prepare_registration(1, [spec("a", 0)])
+    assert registration.tiles == (((0, 0),),)
+    assert registration.grow == {}
+
+
+def test_swap_that_is_missing_is_named_in_bytes(store: Store) -> None:
+    error = refusal(store, spec("a", 11 * PAGE))
+    assert error.code is Code.NO_SWAP_BUDGET
+    assert f"{11 * PAGE} and {10 * PAGE} bytes" in error.message
+
+
+def test_memory_only_shards_must_leave_room_for_one_tile(store: Store) -> None:
+    assert refusal(store, spec("a", 7 * PAGE, on_disk=False), spec("b", 2 * PAGE)).code is Code.NO_HOST_BUDGET
+
+
+@pytest.mark.parametrize("specs", [[spec("a", 1), spec("a", 1)], [spec("a", -1)]])
+def test_nonsense_is_refused(store: Store, specs: list[ShardSpec]) -> None:
+    assert refusal(store, *specs).code is Code.BAD_REQUEST
+
+
+def test_abort_gives_everything_back(store: Store) -> None:
+    store.abort_registration(store.prepare_registration(1, [spec("a", 10 * PAGE)]))
+    assert store.prepare_registration(1, [spec("a", 10 * PAGE)]).grow == {5: 10 * PAGE}
+
+
+def test_closing_between_prepare_and_commit_leaks_no_extent(store: Store) -> None:
+    store.open_session(2, "other", 0, 2, 8 * PAGE, 2 * PAGE, 10 * PAGE, [SwapTarget(5, 0, 1.0)])
+    store.prepare_registration(1, [spec("a", 10 * PAGE)])
+    store.close_session(1)
+    assert store.prepare_registration(2, [spec("a", 10 * PAGE)]).grow == {5: 10 * PAGE}
+
+
+def test_resolve_is_bounds_checked(store: Store) -> None:
+    registration = store.prepare_registration(1, [spec("a", 4 * PAGE)])
+    assert store.resolve(1, 0, 0) is None
+    store.commit_registration(registration).result(10)
+    assert store.resolve(1, 0, 1) == TileKey(registration.shards[0], 1)
+    for numbers in ((1, 0, 2), (1, 1, 0), (1, -1, 0), (1, 0, -1), (2, 0, 0)):
+        assert store.resolve(*numbers) is None
+
+
+def test_the_catalog_knows_registered_shards_and_forgets_closed_ones(store: Store) -> None:
+    store.commit_registration(store.prepare_registration(1, [spec("a", 3 * PAGE)])).result(10)
+    found = store.catalog.version("job", 0, "a").result(10)
+    assert found is not None
+    assert unpack_extents(found[0]) == [(5, 0, 0, 2 * PAGE, False), (5, 0, 2 * PAGE, PAGE, False)]
+    store.close_session(1)
+    assert store.catalog.version("job", 0, "a").result(10) is None
+
+
+@pytest.mark.parametrize(("tile", "weight"), [(100, 1.0), (0, 1.0), (16 * PAGE, 1.0), (PAGE, 0.0)])
+def test_terms_that_contradict_themselves_are_refused(store: Store, tile: int, weight: float) -> None:
+    with pytest.raises(OffloadError) as caught:
+        store.open_session(3, "x", 0, 3, 8 * PAGE, tile, 0, [], weight)
+    assert caught.value.code is Code.BAD_REQUEST
