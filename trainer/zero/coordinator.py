@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+import torch
+
 from trainer.zero.parameter import ParamState, ZeroParam
 from trainer.zero.paramset import ParamSet
 from trainer.zero.policy import Policy
@@ -145,7 +147,11 @@ class Coordinator:
         if call.active:
             call.active = False
             del self._active[call]
-            self._let_go(call.held)
+            if torch.is_grad_enabled():
+                # Differentiated again later (create_graph), by nodes that no hook announces.
+                self._pinned += call.held
+            else:
+                self._let_go(call.held)
             call.held = []
 
     # ---- the common part ----------------------------------------------------------------------------------------

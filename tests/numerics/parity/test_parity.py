@@ -111,7 +111,8 @@ def test_live_parameter_bytes_fall_back_after_forward(whole_world: WholeWorld) -
     result = whole_world(1, "slice")
     for cell in SLICE[1]:
         live = result.of(cell)[0]["eager"]["live"]
-        assert live == [0] * len(live), cell.id
+        if cell.model != "penalised":  # Whose gradient was taken in forward and will be differentiated again.
+            assert live == [0] * len(live), cell.id
 
 
 def test_no_lease_is_left_open(whole_world: WholeWorld) -> None:

@@ -258,6 +258,70 @@ class Sizes(nn.Module):
         return mse(self.down(F.gelu(lifted + shift)).expand_as(y), y)
 
 
+class Penalised(nn.Module):
+    """A gradient that is differentiated again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        out = torch.tanh(self.b(torch.tanh(self.a(x))))
+        if not torch.is_grad_enabled():
+            return mse(out, y)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return mse(out, y) + slope.float().square().mean()
+
+
+class Recursive(nn.Module):
+    """Calls itself, with keyword arguments, and keeps tensors in lists and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Descending()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse(self.inner(given=[x, {"again": x}], depth=2)[0], y)
+
+
+class _Descending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, *, given: list[object], depth: int) -> list[torch.Tensor]:
+        x = self.linear(given[0]) + given[1]["again"] * self.scale  # type: ignore[index]
+        return [x] if depth == 0 else self(given=[torch.tanh(x), {"again": x}], depth=depth - 1)
+
+
+class Viewed(nn.Module):
+    """A module whose output is a view, changed in place by its caller; recurrent weights; parametrized weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = _Turning()
+        self.across = nn.Linear(3, 3)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.turn(x)
+        hidden += 1.0
+        hidden.mul_(2.0)
+        return mse(self.normed(self.recurrent(self.across(hidden).transpose(1, 2))[0]), y)
+
+
+class _Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).transpose(1, 2)
+
+
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "tied": Tied,
@@ -272,4 +336,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "in_place": InPlace,
     "branching": Branching,
     "sizes": Sizes,
+    "penalised": Penalised,
+    "recursive": Recursive,
+    "viewed": Viewed,
 }
