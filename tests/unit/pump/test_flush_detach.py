@@ -1,0 +1,155 @@
+"""Flushes reach the disk and the catalog; detached sessions leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from offloadd.core.errors import Code, OffloadError
+from offloadd.core.records import Direction, Mode, Op, Request
+from offloadd.store.catalog import unpack_extents
+from tests.pump_world import PAGE, Rank, World
+from tests.sim_engine import checksums_of
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def test_a_flush_writes_syncs_and_records_checksums(world: World) -> None:
+    rank = world.open()
+    ((tile,),) = world.register(1, PAGE)
+    content = bytes(range(256)) * 16
+    rank.put(tile, content)
+    assert rank.flush().code is Code.OK
+    directions = [t.direction for t in world.engine.log]
+    assert directions == [Direction.CHECKSUM, Direction.WRITE, Direction.SYNC]
+    found = world.catalog.version("job1", 0, "s0").result(10)
+    assert found is not None
+    file, _, offset, length, whole = unpack_extents(found[0])[0]
+    assert whole
+    assert bytes(world.engine.files[file][offset : offset + length]) == content
+    assert found[1] == checksums_of(memoryview(content))
+
+
+def test_a_second_flush_has_nothing_to_do(world: World) -> None:
+    rank = world.open()
+    ((tile,),) = world.register(1, PAGE)
+    rank.put(tile, b"a" * PAGE)
+    rank.flush()
+    before = len(world.engine.log)
+    assert rank.flush().code is Code.OK
+    assert len(world.engine.log) == before
+
+
+def test_a_write_lease_during_a_flush_waits_for_the_spill(world: World) -> None:
+    rank = world.open()
+    ((tile,),) = world.register(1, PAGE)
+    rank.put(tile, b"a" * PAGE)
+    flush, update = rank.send(Op.FLUSH), rank.send(Op.FETCH, tile, Mode.UPDATE)
+    while world.pump.step():
+        pass
+    assert update not in rank.replies
+    assert rank.wait(update).code is Code.OK
+    assert rank.wait(flush).code is Code.OK
+
+
+def test_a_flush_while_stored_bytes_are_being_updated_is_a_conflict(world: World) -> None:
+    rank = world.open()
+    ((tile,),) = world.register(1, PAGE)
+    rank.put(tile, b"a" * PAGE)
+    rank.fetch(tile, Mode.UPDATE)
+    assert rank.flush().code is Code.LEASE_CONFLICT
+
+
+def test_nothing_is_written_while_memory_suffices(world: World) -> None:
+    rank = world.open(region_bytes=8 * PAGE)
+    (tiles,) = world.register(1, 8 * PAGE)
+    world.pump.set_plan(1, tiles)
+    for _ in range(3):
+        for tile in tiles:
+            rank.put(tile, b"a" * PAGE)
+    world.run()
+    assert not any(t.direction is Direction.WRITE for t in world.engine.log)
+
+
+def test_detaching_waits_for_what_is_in_flight(world: World) -> None:
+    rank = world.open(region_bytes=PAGE)
+    (tiles,) = world.register(1, 2 * PAGE)
+    for tile in tiles:
+        rank.put(tile, b"a" * PAGE)
+    rank.send(Op.FETCH, tiles[0])
+    world.pump.step()
+    quiet: list[int] = []
+    world.pump.detach(1, quiet.append)
+    world.pump.detach(1, quiet.append)
+    assert quiet == []
+    assert not world.pump.is_detached(1)
+    with pytest.raises(ValueError, match="in use"):
+        world.engine.unregister_region(1)
+    world.run(lambda: world.pump.is_detached(1))
+    assert quiet == [1, 1]
+    world.engine.unregister_region(1)
+    assert world.store.sessions() == []
+
+
+def test_detaching_a_quiet_session_is_immediate_and_its_numbers_can_be_used_again(world: World) -> None:
+    world.open()
+    quiet: list[int] = []
+    world.pump.detach(1, quiet.append)
+    assert quiet == [1]
+    rank = world.open()
+    ((tile,),) = world.register(1, PAGE)
+    rank.put(tile, b"a" * PAGE)
+
+
+def test_waiting_requests_of_a_detached_session_are_answered_nowhere(world: World) -> None:
+    rank = world.open(region_bytes=PAGE)
+    (tiles,) = world.register(1, 2 * PAGE)
+    rank.fetch(tiles[0], Mode.OVERWRITE)
+    waiting = rank.send(Op.FETCH, tiles[1], Mode.OVERWRITE)
+    world.pump.step()
+    world.pump.detach(1)
+    world.run()
+    assert waiting not in rank.replies
+
+
+class Broken(Rank):
+    """A client that wrote nonsense into its ring."""
+
+    def drain(self, limit: int) -> list[Request]:
+        raise OffloadError(Code.BAD_REQUEST, "a ring that cannot be")
+
+
+def test_a_broken_endpoint_ends_its_own_session_only(world: World) -> None:
+    healthy = world.open(1)
+    world.open(2)
+    world.pump.detach(2)
+    world.store.open_session(3, "bad", 0, 3, PAGE, PAGE, 0, [])
+    broken: list[int] = []
+    world.pump.on_broken = lambda session, error: broken.append(session)
+    world.pump.attach(Broken(world, 3))
+    ((tile,),) = world.register(1, PAGE)
+    healthy.put(tile, b"a" * PAGE)
+    assert broken == [3]
+    assert world.pump.is_detached(3)
+
+
+def test_attaching_an_unknown_session_is_refused(world: World) -> None:
+    with pytest.raises(OffloadError) as caught:
+        world.pump.attach(Rank(world, 7))
+    assert caught.value.code is Code.NO_SESSION
+
+
+def test_each_step_drains_a_bounded_number(world: World) -> None:
+    rank = world.open()
+    for _ in range(300):
+        rank.send(Op.NOP)
+    assert world.pump.step()
+    assert len(rank.replies) == 256
+    assert not world.pump.step()
+    assert len(rank.replies) == 300
