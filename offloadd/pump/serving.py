@@ -57,7 +57,7 @@ class Serving:
     def want_spill(self, tile: Tile, now_ns: int) -> None:
         """Somebody waits for this tile's spill: it is demand."""
         queue = self._scheduler.queue(tile.session)
-        if queue is not None and not tile.spill_queued and self._store.spill_allowed(tile):
+        if queue is not None and not tile.spill_queued and tile.spillable:
             tile.spill_queued = True
             queue.push(Want(tile.key, tile.path, tile.padded, True, now_ns))
 
@@ -99,7 +99,7 @@ class Serving:
         if tile is None:
             return
         tile.spill_queued = False
-        if self._store.spill_allowed(tile) and (tile.evictable or tile.flushing):
+        if tile.spillable and (tile.evictable or tile.flushing):
             self._spill(queue, tile, TrafficClass.DEMAND, now_ns - want.since_ns)
         else:
             # It was leased, dropped or written meanwhile: whoever waited for its memory must choose anew.
@@ -141,10 +141,10 @@ class Serving:
 
     def _note_room(self, queue: SessionQueue, tile: Tile, room: Reservation) -> None:
         """Book evictions; let write-back run ahead as long as memory is short."""
+        arena = self._store.holdings(queue.session).arena
         if room.room is Room.TAKEN_BY_EVICTION or room.room is Room.SPILL_FIRST:
-            limit = self._store.holdings(queue.session).arena.watermark
-            queue.allow_write_back(tile.padded, limit)
-        for evicted, reason in self._store.take_evicted(queue.session):
+            queue.allow_write_back(tile.padded, arena.watermark)
+        for evicted, reason in arena.take_evicted():
             self._stats.evictions[reason] += 1
             if self._desk.end_guess(queue, evicted):
                 self._stats.session(queue.session).prefetch_wasted += 1

@@ -150,6 +150,11 @@ class Arena:
                 clean += tile.padded
         return RegionSnapshot(self.slots.free.free_bytes, clean, dirty, pinned, swap_allocated, swap_limit)
 
+    def take_evicted(self) -> list[tuple[Tile, str]]:
+        """Tiles evicted since the last call, with the reason."""
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
     def leased_bytes(self) -> int:
         """Bytes in slots that are lent out."""
         return sum(tile.padded for tile in self.owners.values() if tile.leased)

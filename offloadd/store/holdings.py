@@ -15,6 +15,7 @@ from offloadd.core.records import Extent, ShardSpec, TileKey
 from offloadd.core.units import PAGE_BYTES, REGISTRATION_CHUNK_BYTES, align_up, human
 from offloadd.store.allocator import ExtentAllocator
 from offloadd.store.arena import Arena
+from offloadd.store.catalog import ShardRow, TileRow
 from offloadd.store.placement import Placement, SwapTarget
 from offloadd.store.residency import Shard, Tile
 
@@ -166,6 +167,11 @@ class Holdings:
     def _step(self, spec: ShardSpec) -> int:
         """Bytes of each tile but the last."""
         return spec.tile_bytes or self.terms.tile_bytes
+
+    def row(self, shard: Shard) -> ShardRow:
+        """A shard as the catalog keeps it."""
+        tiles = [TileRow(t.extent, t.path, t.length, t.disk_checksums) for t in shard.tiles]
+        return ShardRow(shard.spec, self.terms.tile_bytes, shard.version, tiles)
 
     def _lengths(self, spec: ShardSpec) -> list[int]:
         step = self._step(spec)

@@ -80,6 +80,16 @@ class Tile:
         return self.readers > 0 or self.writer != 0
 
     @property
+    def has_room(self) -> bool:
+        """It has a slot, or needs none."""
+        return self.offset >= 0 or not self.length
+
+    @property
+    def spillable(self) -> bool:
+        """Dirty, whole, not in flight and not being written to."""
+        return self.dirty and self.residency is Residency.RESIDENT and not self.writer and not self.checking
+
+    @property
     def evictable(self) -> bool:
         """Its slot could be had, after a spill if it is dirty."""
         return (

@@ -28,7 +28,7 @@ from offloadd.core.records import (
 from offloadd.core.stats import RegionSnapshot
 from offloadd.store.allocator import ExtentAllocator
 from offloadd.store.arena import Arena, Reservation, Room
-from offloadd.store.catalog import Catalog, ShardRow, TileRow
+from offloadd.store.catalog import Catalog
 from offloadd.store.eviction import NoPlan, UseOrder
 from offloadd.store.holdings import Holdings, Registration, SessionTerms
 from offloadd.store.outcomes import SETTLED_OK, Settled, classify, first_difference
@@ -131,7 +131,7 @@ class Store:
         for shard in registration.prepared:
             self._shards[shard.id] = shard
         return self.catalog.register(
-            held.terms.job, held.terms.rank, [self._row(held, shard) for shard in registration.prepared]
+            held.terms.job, held.terms.rank, [held.row(shard) for shard in registration.prepared]
         )
 
     def abort_registration(self, registration: Registration) -> None:
@@ -181,17 +181,12 @@ class Store:
         if mode is not Mode.READ and (state is Residency.SPILLING or tile.flushing):
             return Verdict.PARK_SPILLING, 0
         if mode is Mode.OVERWRITE:
-            return (Verdict.GRANTED, self._lend(tile, mode)) if self.has_room(tile) else (Verdict.SLOT, 0)
+            return (Verdict.GRANTED, self._lend(tile, mode)) if tile.has_room else (Verdict.SLOT, 0)
         if state is Residency.RESIDENT or state is Residency.SPILLING:
             return Verdict.GRANTED, self._lend(tile, mode)
         if state is Residency.COLD:
             return Verdict.LOAD, 0
         return Verdict.REFUSED, Code.CORRUPT if state is Residency.LOST else Code.NOT_STORED
-
-    @staticmethod
-    def has_room(tile: Tile) -> bool:
-        """It has a slot, or needs none."""
-        return tile.offset >= 0 or not tile.length
 
     def end(self, session: int, number: int, stored: bool) -> tuple[Code, Tile | None]:
         """End a lease. After `stored` the tile is dirty (see `begin_checksum`)."""
@@ -235,7 +230,7 @@ class Store:
 
     def reserve(self, tile: Tile, demand: bool, now_ns: int, evict: bool = True) -> Reservation:
         """Give a COLD, ABSENT or LOST tile a slot, evicting what the order allows (if `evict`)."""
-        if self.has_room(tile):
+        if tile.has_room:
             return Reservation(Room.TAKEN)
         return self._sessions[tile.session].arena.reserve(tile, demand, now_ns, evict)
 
@@ -243,12 +238,6 @@ class Store:
         """The dirty tile to spill next ahead of need; None when the store is clean enough, or pauses after an error."""
         arena = self._sessions[session].arena
         return None if now_ns < arena.spill_retry_at_ns else arena.write_back_candidate()
-
-    def take_evicted(self, session: int) -> list[tuple[Tile, str]]:
-        """Tiles evicted since the last call, with the reason."""
-        arena = self._sessions[session].arena
-        evicted, arena.evicted = arena.evicted, []
-        return evicted
 
     def begin_load(self, tile: Tile, klass: TrafficClass, checksums: bool) -> Transfer:
         """The tile has its slot: read into it."""
@@ -326,10 +315,6 @@ class Store:
         extent = Extent(file, 0, 0)
         return Transfer(number, Direction.SYNC, TrafficClass.DEMAND, session, nothing, span, extent, 0, False)
 
-    def spill_allowed(self, tile: Tile) -> bool:
-        """Dirty, whole, not in flight and not being written to."""
-        return tile.dirty and tile.residency is Residency.RESIDENT and not tile.writer and not tile.checking
-
     # ---- flushes (pump) ------------------------------------------------------------------------------------------
 
     def flush_set(self, session: int) -> list[Tile] | None:
@@ -356,7 +341,7 @@ class Store:
         if not held.changed:
             return None
         changed, held.changed = held.changed, set()
-        rows = [self._row(held, self._shards[number]) for number in changed]
+        rows = [held.row(self._shards[number]) for number in changed]
         return self.catalog.flush(held.terms.job, held.terms.rank, rows), changed
 
     def commit_failed(self, session: int, shards: set[int]) -> None:
@@ -407,10 +392,6 @@ class Store:
             tile.length,
             checksum,
         )
-
-    def _row(self, held: Holdings, shard: Shard) -> ShardRow:
-        tiles = [TileRow(t.extent, t.path, t.length, t.disk_checksums) for t in shard.tiles]
-        return ShardRow(shard.spec, held.terms.tile_bytes, shard.version, tiles)
 
     def _held(self, session: int) -> Holdings:
         held = self._sessions.get(session)
