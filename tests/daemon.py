@@ -69,9 +69,11 @@ class Daemon:
 RESERVE_OPTIONS = frozenset({"host_bytes", "swap_bytes", "tile_bytes", "pinned_tiles", "fingerprint"})
 
 
-def start(directory: Path, restrictions: tuple[str, ...] = (), **settings: object) -> Daemon:
+def start(
+    directory: Path, restrictions: tuple[str, ...] = (), *, module: str = "offloadd", **settings: object
+) -> Daemon:
     """Start a daemon and return when it is ready, or raise with its log. Settings are 'section__field'; restrictions
-    are those of tests.restrict."""
+    are those of tests.restrict; `module` is what python runs."""
     swap = directory / "swap"
     swap.mkdir(exist_ok=True)
     flags = {"control.socket": f"{directory}/o.sock", "swap.paths": str(swap), "memory.host_bytes": "64MiB", **FAST}
@@ -79,7 +81,7 @@ def start(directory: Path, restrictions: tuple[str, ...] = (), **settings: objec
     ready_read, ready_write = os.pipe()
     log = directory / "log"
     command = [sys.executable, "-m", "tests.restrict", *restrictions, "--"] if restrictions else []
-    command += [sys.executable, "-m", "offloadd", "serve", f"--ready-fd={ready_write}", f"--log-file={log}"]
+    command += [sys.executable, "-m", module, "serve", f"--ready-fd={ready_write}", f"--log-file={log}"]
     command += [f"--{key}={value}" for key, value in flags.items()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OFFLOADD_")}
     process = subprocess.Popen(command, pass_fds=(ready_write,), env=environment, cwd=ROOT)
@@ -96,10 +98,10 @@ def start(directory: Path, restrictions: tuple[str, ...] = (), **settings: objec
 
 
 @contextlib.contextmanager
-def running(restrictions: tuple[str, ...] = (), **settings: object) -> Iterator[Daemon]:
+def running(restrictions: tuple[str, ...] = (), *, module: str = "offloadd", **settings: object) -> Iterator[Daemon]:
     """A daemon in a fresh directory (short enough for a socket's name), ended with the block."""
     with tempfile.TemporaryDirectory(prefix="od-", ignore_cleanup_errors=True) as name:
-        daemon = start(Path(name), restrictions, **settings)
+        daemon = start(Path(name), restrictions, module=module, **settings)
         try:
             yield daemon
         finally:

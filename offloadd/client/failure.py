@@ -31,7 +31,10 @@ def explain(
         Code.BAD_LEASE: "the lease is not open in this session",
         Code.STALE_SESSION: "the session was replaced by a newer one of the same rank",
         Code.CANCELLED: "the session ended before the request was served",
-        Code.SLOTS_EXHAUSTED: _exhausted(held, stuck),
+        Code.SLOTS_EXHAUSTED: f"its memory is full of stored tiles that {path} does not take: it reports {reason}; "
+        "free space there or check the device's log (dmesg)"
+        if completion.errno
+        else _exhausted(held, stuck),
         Code.IO_ERROR: f"{path} reports {reason}; check the device's log (dmesg)",
         Code.NO_SPACE: f"{path} has no space left ({reason}); free some or add another path",
         Code.SHORT_IO: f"{path} moved fewer bytes than asked, twice; check the device's log (dmesg)",

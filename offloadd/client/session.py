@@ -51,6 +51,7 @@ class Pending:
     title: str
     lease: Lease | None = None
     completion: Completion | None = None
+    abandoned: bool = False
 
     def wait(self, timeout_s: float | None = None) -> Slot:
         """The slot of a FETCH. OffloadError names job, rank, shard and what to do."""
@@ -250,17 +251,23 @@ class ClientSession:
         """Wait for one request; OffloadError for its failure or at the deadline."""
         started = time.monotonic_ns()
         deadline = started / 1e9 + (self.timeout_s if timeout_s is None else timeout_s)
-        while pending.completion is None:
-            self._turn(pending, deadline, pending.title)
+        try:
+            while pending.completion is None:
+                self._turn(pending, deadline, pending.title)
+        except BaseException:
+            self._abandon(pending)
+            raise
         if pending.op is Op.FETCH:
             blocked_ns = time.monotonic_ns() - started
             self.wait_seconds += blocked_ns / 1e9
             if pending.completion.waited_ns:
                 # Told to the daemon with the next request: only the rank knows how long it was really blocked.
                 self._blocked.append((blocked_ns, pending.completion.cause))
-        self.raise_deferred()
         if pending.completion.code != Code.OK:
             raise self._explain(pending, pending.completion)
+        if self._deferred:
+            self._give_back(pending, pending.completion)
+            self.raise_deferred()
         return pending.completion
 
     def lend(self, pending: Pending, completion: Completion) -> Slot:
@@ -270,6 +277,19 @@ class ClientSession:
             buffer = self._live_channel().buffer(completion.lease, completion.offset, completion.length)
         self._book.lend(lease, buffer)
         return Slot(self, self._book, lease, buffer, completion.length)
+
+    def _abandon(self, pending: Pending) -> None:
+        """Nobody waits any more; a slot that is granted all the same goes back as soon as that is known."""
+        with self._condition:
+            pending.abandoned = True
+            completion = pending.completion
+        if completion is not None:
+            self._give_back(pending, completion)
+
+    def _give_back(self, pending: Pending, completion: Completion) -> None:
+        """Whoever gets an error instead of this slot cannot hand it back: it must not stay on loan."""
+        if pending.op is Op.FETCH and completion.code == Code.OK and self._channel is not None:
+            self.lend(pending, completion).release()
 
     def raise_deferred(self) -> None:
         """Raise the first failure of a STORE or RELEASE that nobody waited for."""
@@ -313,6 +333,8 @@ class ClientSession:
             pending.completion = completion
             if pending.lease is not None and completion.code != Code.OK:
                 self._deferred.append(self._explain(pending, completion))
+            if pending.abandoned:
+                self._give_back(pending, completion)
 
     def _explain(self, pending: Pending, completion: Completion) -> OffloadError:
         paths = list(self.control.hello.paths)

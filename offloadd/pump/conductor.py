@@ -235,11 +235,11 @@ class Pump:
         if tile is None:
             return
         self.stats.slots_exhausted += 1
-        settled = Settled(Code.SLOTS_EXHAUSTED)
+        settled, path = Settled(Code.SLOTS_EXHAUSTED), None
         error = self._store.holdings(queue.session).spill_error
         if cause is Cause.WRITEBACK and error is not None:
-            settled = Settled(Code.SLOTS_EXHAUSTED, error[1])
-        self._desk.fail(queue, tile, settled, now_ns)
+            settled, path = Settled(Code.SLOTS_EXHAUSTED, error[1]), error[2]
+        self._desk.fail(queue, tile, settled, now_ns, path)
         self._desk.drive(queue, tile, now_ns)
 
     def _sync(self, job: FlushJob, file: int, path: int) -> None:

@@ -93,9 +93,9 @@ class Desk:
         queue.parked.pop(tile.key, None)
         return None
 
-    def fail(self, queue: SessionQueue, tile: Tile, settled: Settled, now_ns: int) -> None:
+    def fail(self, queue: SessionQueue, tile: Tile, settled: Settled, now_ns: int, path: int | None = None) -> None:
         """A load failed, or there is no slot to be had: answer the fetches that needed it. An OVERWRITE needs no
-        load, so it stays."""
+        load, so it stays. `path`: the one at fault, if it is not the tile's own."""
         self.end_guess(queue, tile)
         no_slot = settled.code is Code.SLOTS_EXHAUSTED
         leased = self._store.holdings(queue.session).arena.leased_bytes() if no_slot else 0
@@ -103,7 +103,7 @@ class Desk:
         for waiter in queue.parked.pop(tile.key, ()):
             request = waiter.request
             if request.op is Op.FETCH and (no_slot or request.mode is not Mode.OVERWRITE):
-                self._replies.refused(request, settled, tile.path, leased, now_ns, waiter)
+                self._replies.refused(request, settled, tile.path if path is None else path, leased, now_ns, waiter)
             else:
                 kept.append(waiter)
         if kept:
