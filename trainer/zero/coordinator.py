@@ -26,6 +26,8 @@ class Call:
     hooked: HookedModule
     held: list[ZeroParam] = field(default_factory=list)
     active: bool = False
+    inputs_want: bool = False
+    """Gradients are enabled and an input wants one."""
 
 
 class Coordinator:

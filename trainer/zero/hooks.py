@@ -59,6 +59,7 @@ class ModelHooks:
         call = self._coordinator.enter_forward(hooked)
         if not hooked.params or not torch.is_grad_enabled():
             return None
+        call.inputs_want = any(tensor.requires_grad for tensor in walk.tensors((args, kwargs)))
         views: dict[int, torch.Tensor] = {}
         for tensor in walk.replaceable((args, kwargs)):
             if tensor.requires_grad and id(tensor) not in views and type(tensor) is torch.Tensor:
@@ -72,7 +73,9 @@ class ModelHooks:
             self._coordinator.leave_forward(hooked, pin=False)
             return
         self._find_escaped(call, output)
-        pin = bool(hooked.params) and torch.is_grad_enabled() and not self._watch(call, output)
+        pin = False
+        if hooked.params and torch.is_grad_enabled() and not self._watch(call, output):
+            pin = call.inputs_want or any(zero.param.requires_grad for zero in call.held)
         if output is None and sys.exc_info()[0] is not None:
             pin = False
         self._coordinator.leave_forward(hooked, pin)

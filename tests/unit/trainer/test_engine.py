@@ -295,3 +295,34 @@ def test_a_model_belongs_to_one_engine() -> None:
 def test_double_precision_is_refused() -> None:
     with pytest.raises(trainer.ConfigError, match="float64"):
         trainer.initialize(model=nn.Linear(4, 2).double(), config=config_of())
+
+
+class Side(nn.Module):
+    """What it computes reaches its caller by an attribute of something else only."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), seen
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.seen.append(self.linear(x) * self.scale)
+
+
+def test_a_module_without_an_output_to_watch_stays_gathered_until_backward_is_over() -> None:
+    seen: list[torch.Tensor] = []
+    model = Side(seen)
+    with engine_of(model) as engine:
+        for _ in range(2):
+            engine(X)
+            assert engine.params.live_numel == 4
+            engine.backward(seen.pop().square().sum())
+            assert engine.params.live_numel == 0
+            engine.step()
+
+
+def test_a_frozen_model_is_released_although_gradients_are_enabled() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    with engine_of(model) as engine:
+        engine(X)
+        assert engine.params.live_numel == 0
