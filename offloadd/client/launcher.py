@@ -20,6 +20,8 @@ from pathlib import Path
 from offloadd.core.errors import Code, OffloadError
 
 _LOG_TAIL_BYTES = 4000
+_PARENT_LENGTH_MAX = 70
+"""A Unix socket's name may have 107 bytes, and the attach socket's is the longest here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class PrivateDaemon:
 def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_s: float = 60.0) -> PrivateDaemon:
     """Start a daemon and wait until it is ready. `settings` maps 'section.field' to a value.
     OffloadError with the daemon's own sentence if it refuses to start."""
-    directory = tempfile.mkdtemp(prefix="offloadd-", dir=os.environ.get("XDG_RUNTIME_DIR") or None)
+    directory = _make_directory()
     socket_path = os.path.join(directory, "offloadd.sock")
     log_path = os.path.join(directory, "log")
     ready_read, ready_write = os.pipe()
@@ -63,12 +65,29 @@ def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_
         os.close(ready_write)
     try:
         _await_ready(process, ready_read, timeout_s, log_path)
-    except OffloadError:
+    except BaseException:
+        # Ctrl-C too: a daemon that nobody knows of would wait in vain for its first session.
+        process.kill()
+        process.wait(10)
         _remove(directory)
         raise
     finally:
         os.close(ready_read)
     return PrivateDaemon(f"unix://{socket_path}", process.pid, directory)
+
+
+def _make_directory() -> str:
+    """A fresh directory, private to this user, whose name leaves room for a socket's."""
+    tried = [os.environ.get("XDG_RUNTIME_DIR") or "", tempfile.gettempdir(), "/tmp"]
+    for parent in tried:
+        if parent and len(os.fsencode(parent)) <= _PARENT_LENGTH_MAX:
+            with contextlib.suppress(OSError):
+                return tempfile.mkdtemp(prefix="offloadd-", dir=parent)
+    raise OffloadError(
+        Code.UNAVAILABLE,
+        f"none of {', '.join(filter(None, tried))} can hold the private daemon's socket; set TMPDIR to a directory "
+        f"with a name of at most {_PARENT_LENGTH_MAX} bytes that user {os.getuid()} may write",
+    )
 
 
 def _await_ready(process: subprocess.Popen[bytes], descriptor: int, timeout_s: float, log_path: str) -> None:
