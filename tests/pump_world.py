@@ -27,6 +27,8 @@ class Rank:
         self.outgoing: deque[Request] = deque()
         self.replies: dict[int, Reply] = {}
         self.sent: dict[int, Request] = {}
+        self.blocked = (0, 0)
+        """As a real client: how long the last fetch held the rank up, and why; told with the next request."""
         self._ids = itertools.count(1)
 
     def drain(self, limit: int) -> list[Request]:
@@ -41,7 +43,9 @@ class Rank:
 
     def send(self, op: Op, tile: TileKey = NO_TILE, mode: Mode = Mode.READ, lease: int = 0) -> int:
         number = next(self._ids)
-        request = Request(self.session, number, op, mode, tile, lease, self.world.clock.now_ns())
+        blocked_ns, cause = self.blocked
+        self.blocked = (0, 0)
+        request = Request(self.session, number, op, mode, tile, lease, self.world.clock.now_ns(), blocked_ns, cause)
         self.sent[number] = request
         self.outgoing.append(request)
         return number
@@ -51,7 +55,9 @@ class Rank:
         return self.replies[number]
 
     def fetch(self, tile: TileKey, mode: Mode = Mode.READ) -> Reply:
-        return self.wait(self.send(Op.FETCH, tile, mode))
+        reply = self.wait(self.send(Op.FETCH, tile, mode))
+        self.blocked = (reply.waited_ns, reply.cause)
+        return reply
 
     def end(self, lease: int, store: bool) -> Reply:
         return self.wait(self.send(Op.STORE if store else Op.RELEASE, lease=lease))

@@ -142,10 +142,16 @@ class ClientSession:
             for i, spec in enumerate(specs)
         ]
 
-    def plan(self, accesses: Sequence[tuple[int, int]]) -> None:
-        """Say in which order (shard number, tile index) will be fetched, cyclically, from now on: a hint."""
-        shards, tiles = [a[0] for a in accesses], [a[1] for a in accesses]
-        request = control_pb2.SubmitPlanRequest(session=self._ref, shards=shards, tiles=tiles)
+    def plan(self, accesses: Sequence[tuple[int, int, Mode]], steps: int = 1) -> None:
+        """Say in which order (shard number, tile index, mode) will be fetched, cyclically, from now on: a hint.
+        `steps`: training steps that one cycle covers; it scales the per-step metrics."""
+        request = control_pb2.SubmitPlanRequest(
+            session=self._ref,
+            shards=[a[0] for a in accesses],
+            tiles=[a[1] for a in accesses],
+            modes=[int(a[2]) for a in accesses],
+            steps=steps,
+        )
         self.control.call(self.control.stub.SubmitPlan, request)
 
     def statistics(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Protocol
 from offloadd.control.describe import counters
 from offloadd.core.clock import Clock
 from offloadd.core.errors import Code, OffloadError
-from offloadd.core.records import ShardSpec, TileKey
+from offloadd.core.records import Mode, ShardSpec, TileKey
 from offloadd.core.units import human
 from offloadd.io.engine import Engine
 from offloadd.pump import Pump
@@ -196,15 +196,17 @@ class Lifecycle:
         await asyncio.wrap_future(self._store.commit_registration(registration))
         return first, registration.swap_bytes
 
-    def plan(self, session: Session, accesses: Sequence[tuple[int, int]]) -> None:
-        """Numbers within the session; unknown ones are refused."""
+    def plan(self, session: Session, accesses: Sequence[tuple[int, int, int]], steps: int) -> None:
+        """(shard, tile, mode) in numbers within the session; unknown ones are refused. `steps`: training steps that
+        the plan covers."""
         keys = []
-        for shard, tile in accesses:
+        for shard, tile, _ in accesses:
             key = self._store.resolve(session.id, shard, tile)
             if key is None:
                 raise OffloadError(Code.UNKNOWN_SHARD, f"{session.title}: plan: there is no shard {shard} tile {tile}")
             keys.append(key)
-        self._scheduler.set_plan(session.id, keys)
+        overwrites = {index for index, access in enumerate(accesses) if access[2] == Mode.OVERWRITE}
+        self._pump.set_plan(session.id, keys, overwrites, steps)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
     def connection_lost(self, ticket: str) -> None:

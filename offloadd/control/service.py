@@ -135,13 +135,15 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.SubmitPlanRequest, context: Context
     ) -> control_pb2.SubmitPlanResponse:
         session = self._session(request.session, context)
-        if len(request.shards) != len(request.tiles) or len(request.shards) > PLAN_LENGTH_MAX:
+        lengths = {len(request.shards), len(request.tiles), len(request.modes)}
+        if len(lengths) != 1 or max(lengths) > PLAN_LENGTH_MAX:
             raise OffloadError(
                 Code.BAD_REQUEST,
-                f"a plan of {len(request.shards)} shards and {len(request.tiles)} tiles; "
-                f"both must be as long, {PLAN_LENGTH_MAX} at most",
+                f"a plan of {len(request.shards)} shards, {len(request.tiles)} tiles and {len(request.modes)} modes; "
+                f"all must be as long, {PLAN_LENGTH_MAX} at most",
             )
-        self._lifecycle.plan(session, list(zip(request.shards, request.tiles, strict=True)))
+        accesses = list(zip(request.shards, request.tiles, request.modes, strict=True))
+        self._lifecycle.plan(session, accesses, request.steps)
         return control_pb2.SubmitPlanResponse()
 
     @guarded

@@ -99,14 +99,17 @@ class SessionStats:
     cycle_bytes: int = 0
     """Read and written during the last whole cycle."""
     cycle_ns: int = 0
+    cycle_steps: int = 1
+    """Training steps that a cycle covers."""
 
-    def turn(self, cycles: int, now_ns: int) -> None:
+    def turn(self, cycles: int, steps: int, now_ns: int) -> None:
         """The plan came round: close the books of one cycle."""
         moved = self.bytes_moved[0] + self.bytes_moved[1]
         self.cycle_bytes = moved - self.cycle_base_bytes
         self.cycle_ns = now_ns - self.cycle_started_ns
         self.cycle_base_bytes, self.cycle_started_ns = moved, now_ns
         self.cycles = cycles
+        self.cycle_steps = steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ class SessionSnapshot:
     spill_errors: int
     cycles: int
     bytes_per_parameter: float
-    """Bytes read and written per parameter in the last cycle."""
+    """Bytes read and written per parameter and training step in the last cycle."""
     io_utilisation: float
     """Bytes of the last cycle / (calibrated mixed bandwidth of all paths x its duration); 0 while unknown."""
     region: RegionSnapshot
@@ -269,7 +272,7 @@ def _freeze_session(number: int, stats: SessionStats, region: RegionSnapshot, ba
         prefetch_wasted=stats.prefetch_wasted,
         spill_errors=stats.spill_errors,
         cycles=stats.cycles,
-        bytes_per_parameter=stats.cycle_bytes / stats.parameters if stats.parameters else 0.0,
+        bytes_per_parameter=stats.cycle_bytes / stats.cycle_steps / stats.parameters if stats.parameters else 0.0,
         io_utilisation=stats.cycle_bytes / busy if busy else 0.0,
         region=region,
     )

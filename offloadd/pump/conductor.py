@@ -7,7 +7,7 @@ and engine. Every accepted request gets exactly one reply, unless its session is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from offloadd.core.clock import Clock
@@ -109,9 +109,11 @@ class Pump:
         """Nothing of the session is left here."""
         return session not in self._endpoints and session not in self._leaving
 
-    def set_plan(self, session: int, entries: Sequence[TileKey]) -> None:
-        """Replace the session's access plan; the next step acts on it."""
-        self._scheduler.set_plan(session, entries)
+    def set_plan(
+        self, session: int, entries: Sequence[TileKey], overwrites: Collection[int] = (), steps: int = 1
+    ) -> None:
+        """Replace the session's access plan; the next step acts on it. `overwrites` and `steps`: see AccessPlan."""
+        self._scheduler.set_plan(session, entries, overwrites, steps)
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
@@ -169,6 +171,8 @@ class Pump:
             self.stats.session(session).requests += len(requests)
             queue = self._queue(session)
             for request in requests:
+                if request.blocked_ns:
+                    self.stats.session(session).stall_ns[request.blocked_cause] += request.blocked_ns
                 self._admit(queue, request, now_ns)
         return more
 

@@ -115,7 +115,7 @@ class Desk:
         if not queue.plan.advance(tile.key):
             stats.mispredictions += 1
         if queue.plan.cycles != before:
-            stats.turn(queue.plan.cycles, now_ns)
+            stats.turn(queue.plan.cycles, queue.plan.steps, now_ns)
         # The cursor moved, so the prefetcher may have room to go on.
         queue.prefetch_stopped = False
         guessed = self.end_guess(queue, tile)

@@ -1,4 +1,4 @@
-"""What goes back to the sessions: one reply per accepted request, and the account of who waited for what.
+"""What goes back to the sessions: one reply per accepted request, with what it waited for.
 
 Used by the other parts of the pump. It keeps replies until the step's end and counts requests not answered yet.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from offloadd.core.errors import Code
 from offloadd.core.records import Reply, Request
-from offloadd.core.stats import Stats
+from offloadd.core.stats import Cause, Stats
 from offloadd.scheduler.queues import Waiter
 from offloadd.store.outcomes import Settled
 from offloadd.store.residency import Tile
@@ -49,16 +49,16 @@ class Replies:
 
     def granted(self, request: Request, tile: Tile, lease: int, now_ns: int, waiter: Waiter | None) -> None:
         """A fetch got its tile."""
-        self._charge(waiter, now_ns)
-        waited = _waited(request, now_ns)
+        waited, cause = (_waited(request, now_ns), _cause(waiter, now_ns)) if waiter is not None else (0, 0)
         offset = max(0, tile.offset)
-        self._add(Reply(request.session, request.id, Code.OK, offset, tile.length, lease, waited_ns=waited))
+        self._add(
+            Reply(request.session, request.id, Code.OK, offset, tile.length, lease, waited_ns=waited, cause=cause)
+        )
 
     def refused(
         self, request: Request, settled: Settled, path: int, length: int, now_ns: int, waiter: Waiter | None
     ) -> None:
         """A fetch did not. `length`: for SLOTS_EXHAUSTED, bytes that the session has out on lease; else 0."""
-        self._charge(waiter, now_ns)
         self._add(
             Reply(
                 request.session,
@@ -69,6 +69,7 @@ class Replies:
                 granule=settled.granule,
                 path=path,
                 waited_ns=_waited(request, now_ns),
+                cause=_cause(waiter, now_ns) if waiter is not None else 0,
             )
         )
 
@@ -86,14 +87,13 @@ class Replies:
         else:
             waiting.append(reply)
 
-    def _charge(self, waiter: Waiter | None, now_ns: int) -> None:
-        """Book a fetch's waiting under its causes."""
-        if waiter is None:
-            return
-        stall = self._stats.session(waiter.request.session).stall_ns
-        for cause, waited_ns in waiter.waited.items():
-            stall[cause] += waited_ns
-        stall[waiter.cause] += max(0, now_ns - waiter.since_ns)
+
+def _cause(waiter: Waiter, now_ns: int) -> Cause:
+    """What a fetch waited for longest. The rank reports back how long it was really blocked on it: requests sent ahead
+    of need wait while the rank computes, and that is no stall."""
+    waited = dict(waiter.waited)
+    waited[waiter.cause] = waited.get(waiter.cause, 0) + max(0, now_ns - waiter.since_ns)
+    return max(waited, key=lambda cause: waited[cause])
 
 
 def _waited(request: Request, now_ns: int) -> int:

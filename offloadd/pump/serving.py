@@ -108,7 +108,8 @@ class Serving:
     def _prefetch(self, queue: SessionQueue, key: TileKey, now_ns: int) -> None:
         plan = queue.plan
         tile = self._store.tile(queue.session, key)
-        if tile is None or tile.residency is not Residency.COLD or key in queue.parked:
+        wanted = tile is not None and tile.residency is Residency.COLD and key not in queue.parked
+        if tile is None or not wanted or not plan.needs_bytes(plan.ahead):
             plan.ahead += 1
             return
         if not self._scheduler.windows.has_room(tile.path, tile.padded):

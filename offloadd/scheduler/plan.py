@@ -7,7 +7,7 @@ absolute and only grow, over all cycles and over replaced plans, so that they ca
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from offloadd.core.records import TileKey
 
@@ -21,8 +21,14 @@ LOOKAHEAD = 64
 class AccessPlan:
     """One cyclic list and its cursor."""
 
-    def __init__(self, entries: Sequence[TileKey], base: int = 0) -> None:
+    def __init__(
+        self, entries: Sequence[TileKey], base: int = 0, overwrites: Collection[int] = (), steps: int = 1
+    ) -> None:
+        """`overwrites`: indices of entries that need no bytes, because the rank writes all of them. `steps`: training
+        steps that one cycle covers."""
         self.entries = list(entries)
+        self.overwrites = frozenset(overwrites)
+        self.steps = max(1, steps)
         self.base = base
         """Absolute position of the first entry's first use."""
         self.cursor = base
@@ -47,6 +53,15 @@ class AccessPlan:
     def at(self, position: int) -> TileKey:
         """The entry at an absolute position."""
         return self.entries[(position - self.base) % len(self.entries)]
+
+    def needs_bytes(self, position: int) -> bool:
+        """False for a use that overwrites: loading for it would be in vain."""
+        return not self.overwrites or (position - self.base) % len(self.entries) not in self.overwrites
+
+    def next_need(self, key: TileKey) -> int:
+        """Position of the next use if it needs the tile's bytes; NO_USE if they are to be overwritten."""
+        position = self.next_use(key)
+        return position if position == NO_USE or self.needs_bytes(position) else NO_USE
 
     def next_use(self, key: TileKey) -> int:
         """Absolute position of the next use at or after the cursor (or of one that was jumped over)."""

@@ -9,7 +9,7 @@ bounded window of bytes in flight. A spill that a waiting rank depends on is dem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from offloadd.core.records import Request, TileKey, TrafficClass
@@ -56,10 +56,13 @@ class Scheduler:
         """Forget a session; its waiting requests are answered nowhere."""
         self._queues.pop(session, None)
 
-    def set_plan(self, session: int, entries: Sequence[TileKey]) -> None:
-        """Replace the access plan: what will be fetched, cyclically, from now on. Empty: nothing is known."""
+    def set_plan(
+        self, session: int, entries: Sequence[TileKey], overwrites: Collection[int] = (), steps: int = 1
+    ) -> None:
+        """Replace the access plan: what will be fetched, cyclically, from now on. Empty: nothing is known.
+        `overwrites` and `steps`: see AccessPlan."""
         queue = self._queues.get(session) or self.open_session(session)
-        queue.plan = AccessPlan(entries, base=queue.plan.cursor)
+        queue.plan = AccessPlan(entries, queue.plan.cursor, overwrites, steps)
         queue.generation += 1
         queue.wake()
 
@@ -72,9 +75,9 @@ class Scheduler:
         return list(self._queues.values())
 
     def next_use(self, session: int, tile: tuple[int, int]) -> int:
-        """Absolute plan position of the tile's next use; NO_USE when the plan does not mention it."""
+        """Absolute plan position of the next use that needs the tile's bytes; NO_USE when there is none."""
         queue = self._queues.get(session)
-        return NO_USE if queue is None else queue.plan.next_use(TileKey(*tile))
+        return NO_USE if queue is None else queue.plan.next_need(TileKey(*tile))
 
     def generation(self, session: int) -> int:
         """Changes when the session's plan is replaced."""

@@ -180,7 +180,7 @@ def test_a_plan_makes_later_fetches_hits(session: ClientSession) -> None:
     shard = register(session, 8 * MIB)
     stored = [put(session, shard, tile, tile) for tile in range(32)]
     session.flush()
-    session.plan([(shard.number, tile) for tile in range(32)])
+    session.plan([(shard.number, tile, Mode.READ) for tile in range(32)])
     assert [get(session, shard, tile) for tile in range(32)] == stored
     assert session.statistics()["prefetch_useful"] > 0
 

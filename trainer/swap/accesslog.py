@@ -45,6 +45,6 @@ class AccessLog:
         self._steps += 1
         if self._steps == CYCLE_STEPS:
             for backend, accesses in self._accesses.values():
-                backend.plan(accesses)
+                backend.plan(accesses, CYCLE_STEPS)
             self.plans += 1
             self.stop()

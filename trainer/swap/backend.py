@@ -100,8 +100,9 @@ class SwapBackend(Protocol):
         """Start fetching. read: shared, contents as stored. update: exclusive, contents as stored. overwrite:
         exclusive, contents undefined, the caller writes every element."""
 
-    def plan(self, accesses: Sequence[Access]) -> None:
-        """A hint: the order in which tiles will be fetched, cyclically, from now on. Wrong hints cost time only."""
+    def plan(self, accesses: Sequence[Access], steps: int = 1) -> None:
+        """A hint: the order in which tiles will be fetched, cyclically, from now on. Wrong hints cost time only.
+        `steps`: training steps that one cycle covers."""
 
     def flush(self) -> None:
         """Return when everything stored is where it survives the memory it was stored from; raise what failed."""

@@ -6,7 +6,9 @@ A fetched tile is a slot of the arena, seen as a tensor with no copy. The slot g
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from offloadd.client import (
     ClientSession,
@@ -28,10 +29,15 @@ from offloadd.client import (
 from offloadd.client import Pending as ClientPending
 from offloadd.client import Slot as ClientSlot
 from trainer.swap.backend import Access, Pending, Slot, SwapError, SwapShard, SwapSpec, Tile
+from trainer.zero.collectives import default_collectives
+from trainer.zero.errors import CollectiveError
 
 TILE_GRANULARITY = 1024
 PINNED_TILES = 12
 """Most tiles the engine holds at once: four states of the tile in work and of the next, and their parameters."""
+
+START_SECONDS_MAX = 60.0
+"""Longest wait for a private daemon."""
 
 _MODES = {"read": Mode.READ, "update": Mode.UPDATE, "overwrite": Mode.OVERWRITE}
 
@@ -82,8 +88,10 @@ class DaemonPending:
 class DaemonBackend:
     """One session with a daemon; made by `connect`."""
 
-    def __init__(self, session: ClientSession) -> None:
+    def __init__(self, session: ClientSession, patience_s: float = START_SECONDS_MAX) -> None:
+        """`patience_s`: longest wait for the other ranks in `register`."""
         self._session = session
+        self._patience_s = patience_s
         numel = session.tile_bytes // 4
         if numel >= TILE_GRANULARITY:
             numel -= numel % TILE_GRANULARITY
@@ -126,7 +134,11 @@ class DaemonBackend:
         """Join the daemon at `endpoint`; None starts a private one on the node's lowest rank, with its swap files in
         `nvme_path` (several directories separated by ':'). `host_bytes` and `swap_bytes` are per rank; None: an equal
         share of the daemon's. Collective over all ranks. SwapError, one sentence, on every rank if it cannot be."""
-        where, launch = _agree_on_endpoint(endpoint, rank, local_rank, nvme_path, host_bytes, local_world, engine)
+        patience_s = 2 * timeout_s + START_SECONDS_MAX
+        where, launch = _agree_on_endpoint(
+            endpoint, rank, local_rank, nvme_path, host_bytes, local_world, engine, patience_s
+        )
+        session, failure = None, ""
         try:
             session = connect(
                 where,
@@ -139,16 +151,21 @@ class DaemonBackend:
                 timeout_s=timeout_s,
                 token_file=token_file,
             )
-            try:
-                session.reserve(host_bytes or 0, swap_bytes or 0, pinned_tiles=PINNED_TILES)
-            except OffloadError:
-                session.close()
-                raise
+            session.reserve(host_bytes or 0, swap_bytes or 0, pinned_tiles=PINNED_TILES)
         except OffloadError as error:
-            raise SwapError(error.message) from error
-        return cls(session)
+            failure = error.message
+        try:
+            _share_fate(failure, patience_s, "the connection to the daemon")
+        except SwapError:
+            if session is not None:
+                session.close()
+            raise
+        if session is None:
+            raise AssertionError("a rank without a session has said why")
+        return cls(session, patience_s)
 
     def register(self, specs: Sequence[SwapSpec]) -> list[SwapShard]:
+        """Collective over all ranks: where one of them finds no room, all get its sentence."""
         wanted = [
             ShardSpec(
                 name=spec.name,
@@ -159,10 +176,13 @@ class DaemonBackend:
             )
             for spec in specs
         ]
+        registered: list[RegisteredShard] = []
+        failure = ""
         try:
             registered = self._session.register(wanted)
         except OffloadError as error:
-            raise SwapError(error.message) from error
+            failure = error.message
+        _share_fate(failure, self._patience_s, "the registration of shards")
         out = []
         for spec, shard in zip(specs, registered, strict=True):
             number, item = len(self._shards), spec.dtype.itemsize
@@ -181,9 +201,9 @@ class DaemonBackend:
             raise SwapError(error.message) from error
         return DaemonPending(tile, shard.spec.dtype, pending)
 
-    def plan(self, accesses: Sequence[Access]) -> None:
+    def plan(self, accesses: Sequence[Access], steps: int = 1) -> None:
         try:
-            self._session.plan([(self._shards[a.shard][1].number, a.tile) for a in accesses])
+            self._session.plan([(self._shards[a.shard][1].number, a.tile, _MODES[a.mode]) for a in accesses], steps)
         except OffloadError as error:
             raise SwapError(error.message) from error
 
@@ -207,6 +227,20 @@ def _translate(call: object) -> None:
         raise SwapError(error.message) from error
 
 
+def _share_fate(failure: str, patience_s: float, what: str) -> None:
+    """Raise the lowest failing rank's sentence on every rank; nobody goes on alone."""
+    failures = [theirs for theirs in _exchange(failure, patience_s, what) if theirs]
+    if failures:
+        raise SwapError(failures[0])
+
+
+def _exchange(mine: Any, patience_s: float, what: str) -> list[Any]:
+    try:
+        return default_collectives(patience_s).exchange(mine, what)
+    except CollectiveError as error:
+        raise SwapError(str(error)) from error
+
+
 def _agree_on_endpoint(
     endpoint: str | None,
     rank: int,
@@ -215,32 +249,30 @@ def _agree_on_endpoint(
     host_bytes: int | None,
     local_world: int,
     engine: str,
+    patience_s: float,
 ) -> tuple[str, str]:
     """(endpoint, launch id), the same on all ranks of a node. Starts the private daemon where one is needed."""
-    mine: tuple[str, str, str] = (endpoint or "", secrets.token_hex(8), "")
+    daemon, failure = None, ""
     if endpoint is None and local_rank == 0:
+        settings = {
+            "memory.host_bytes": (host_bytes or _default_host_bytes(local_world)) * local_world,
+            "io.engine": engine,
+        }
         try:
-            daemon = start_private(
-                (nvme_path or "").split(":"),
-                {
-                    "memory.host_bytes": (host_bytes or _default_host_bytes(local_world)) * local_world,
-                    "io.engine": engine,
-                },
-            )
-            mine = (daemon.endpoint, mine[1], "")
+            daemon = start_private((nvme_path or "").split(":"), settings, START_SECONDS_MAX)
         except OffloadError as error:
-            mine = ("", mine[1], error.message)
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        everyone = {rank: mine}
-    else:
-        gathered: list[tuple[str, str, str]] = [mine] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        everyone = dict(enumerate(gathered))
-    failures = [failure for _, _, failure in everyone.values() if failure]
-    if failures:
-        raise SwapError(failures[0])
-    where = everyone[rank - local_rank][0] if endpoint is None else endpoint
-    return where, everyone[min(everyone)][1]
+            failure = error.message
+    try:
+        mine = (daemon.endpoint if daemon else endpoint or "", secrets.token_hex(8), failure)
+        everyone = _exchange(mine, patience_s, "the start of the daemon")
+        failures = [theirs for _, _, theirs in everyone if theirs]
+        if failures:
+            raise SwapError(failures[0])
+    except BaseException:
+        if daemon is not None:
+            os.kill(daemon.pid, signal.SIGTERM)  # nobody will come
+        raise
+    return everyone[rank - local_rank][0] if endpoint is None else endpoint, everyone[0][1]
 
 
 def _default_host_bytes(local_world: int) -> int:

@@ -151,7 +151,7 @@ class InProcessBackend:
             elif mode == "overwrite":
                 kept.stored[tile.index] = False
 
-    def plan(self, accesses: Sequence[Access]) -> None:
+    def plan(self, accesses: Sequence[Access], steps: int = 1) -> None:
         """Kept for whoever looks; nothing here is far away."""
         self.planned = list(accesses)
 

@@ -44,11 +44,11 @@ def main() -> None:
     for tile in range(len(shard.tiles)):
         session.fetch(shard, tile, Mode.OVERWRITE).wait().store()
     session.flush()
-    session.plan([(shard.number, tile) for tile in range(len(shard.tiles))])
     print(json.dumps({"tile_bytes": session.tile_bytes, "tiles": len(shard.tiles)}), flush=True)
     position = 0
     for line in sys.stdin:
         task = json.loads(line)
+        session.plan([(shard.number, tile, MODES[task["mode"]]) for tile in range(len(shard.tiles))])
         before = session.statistics()
         started = time.monotonic()
         handled, position = run(session, shard, task["mode"], task["seconds"], position)
