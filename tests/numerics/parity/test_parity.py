@@ -28,9 +28,7 @@ SLICE: dict[int, list[Cell]] = {
     3: [Cell("sizes"), Cell("tied", 4, 0.0, True), Cell("checkpoint_reentrant")],
     4: [Cell("shapes", 2, 0.05, True), Cell("borrowing")],
 }
-DAEMON__FULL_WIDE = [cell for cell in _FULL if cell.clip and cell.accumulation == (4 if cell.bf16 else 1)]
-"""For three and four ranks, which take turns on a small machine: clipping happens alike at every world size."""
-SLICE: dict[int, list[Cell]] = {
+DAEMON_SLICE: dict[int, list[Cell]] = {
     1: [Cell("sizes", bf16=True), Cell("tied", 2, 0.05), Cell("checkpoint_reentrant")],
     2: [Cell("sizes"), Cell("borrowing", 2, 0.05, True)],
     3: [Cell("shapes", 1, 0.05)],
