@@ -76,12 +76,15 @@ def _refuse(error: OffloadError, ready_fd: int) -> int:
     return 1
 
 
-def _tell(descriptor: int, message: str) -> None:
-    """Tell whoever started us, if somebody did: READY, or why not."""
-    if descriptor >= 0:
-        with contextlib.suppress(OSError):
-            os.write(descriptor, message.encode() + b"\n")
-            os.close(descriptor)
+def _tell(descriptor: int, message: str) -> bool:
+    """Tell whoever started us, if somebody did: READY, or why not. False: whoever it was is gone."""
+    if descriptor < 0:
+        return True
+    with contextlib.suppress(OSError):
+        os.write(descriptor, message.encode() + b"\n")
+        os.close(descriptor)
+        return True
+    return False
 
 
 def _log_to(log_file: str | None, level: str) -> None:

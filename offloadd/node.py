@@ -305,15 +305,17 @@ class Node:
         return render(snapshot, self._facts) if snapshot is not None else b""
 
 
-async def run(config: Config, ready: Callable[[], None]) -> None:
-    """Start, serve until told to stop, drain, stop."""
+async def run(config: Config, ready: Callable[[], bool]) -> None:
+    """Start, serve until told to stop, drain, stop. `ready` is False when whoever waited for that is gone."""
     node = Node(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.request_stop)
     try:
         await node.start()
-        ready()
+        if not ready() and config.lifetime.private:
+            log.warning("whoever started this private daemon has ended meanwhile, and so does it")
+            node.request_stop()
         log.info("READY on %s, %s of memory to lend", config.control.socket, human(config.memory.host_bytes))
         await node.serve()
         await node.drain()

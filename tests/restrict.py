@@ -1,7 +1,8 @@
 """`python -m tests.restrict KIND... -- COMMAND`: run a command under a restriction that containers and users meet.
 
 uring-eperm, uring-enosys: a seccomp filter answers io_uring_setup with that errno. memlock: 64 KiB of locked memory and
-no CAP_IPC_LOCK, as an ordinary user has, also when started by root.
+no CAP_IPC_LOCK, as an ordinary user has, also when started by root. tmpfs=OPTIONS:DIRECTORY: a file system of its own,
+with those mount options, that only the command sees.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
             if os.getuid() == 0:
                 command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *command]
+        elif kind.startswith("tmpfs="):
+            options, _, directory = kind.removeprefix("tmpfs=").partition(":")
+            script = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
+            unshare = ["unshare", "-m"] if os.getuid() == 0 else ["unshare", "-rm"]
+            command = [*unshare, "sh", "-c", script, "sh", options, directory, *command]
         else:
             refuse_io_uring(errno.EPERM if kind == "uring-eperm" else errno.ENOSYS)
     os.execvp(command[0], command)

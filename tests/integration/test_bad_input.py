@@ -1,0 +1,357 @@
+"""Bad input, hostile surroundings and sudden ends, end to end. What goes wrong is said in one sentence, nobody hangs,
+and nothing is left behind.
+
+Covered where the thing lives, and not repeated here:
+
+| what | where |
+| --- | --- |
+| unknown and mistyped keys of the trainer | unit/trainer/test_config.py: an_unknown_key_names_the_nearest_known_one |
+| unknown and mistyped keys of the daemon | unit/test_config.py: a_bad_file_gets_one_sentence |
+| device nvme without path and endpoint | unit/trainer/test_config.py: an_offload_block_that_cannot_work_is_refused |
+| endpoint of another version or user, path that is a file, shared by two daemons; second daemon, stale socket | \
+integration/test_lifecycle.py |
+| ranks that disagree on model or configuration | numerics/parity/test_ranks.py |
+| budget below one working set, model above the quota | integration/test_cases.py |
+| another world size than the job's | unit/session/test_registry.py: a_rank_with_another_world_size_is_refused |
+| non-finite gradients | unit/trainer/test_engine.py: a_non_finite_gradient_is_counted_and_named_once |
+| a parameter touched outside forward | unit/trainer/test_stub.py: values_are_refused_with_name_shape_and_remedy |
+| 64 KiB of locked memory, io_uring forbidden | integration/test_restricted.py, integration/test_cases.py |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer
+from offloadd.client import Code, Mode, OffloadError, ShardSpec, connect
+from offloadd.core.units import KIB, MIB
+from tests.daemon import ROOT, running, start, until
+from tests.integration.test_restricted import round_trip
+from tests.numerics.parity.world import spawn
+from trainer.zero.errors import CollectiveError
+
+TIMEOUT_S = 3
+
+
+def config_of(side: dict[str, Any], **ours: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", **side},
+            "offload_optimizer": {"device": "nvme", **side},
+            "stage3_param_persistence_threshold": 0,
+        },
+        "offloadd": {"host_bytes": 4 * MIB, "timeout_s": TIMEOUT_S, **ours},
+    }
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private daemons put their sockets; a short name, and empty again at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    yield directory
+    try:
+        assert until(lambda: not list(directory.iterdir())), "a private daemon left its directory"
+    finally:
+        shutil.rmtree(directory)
+
+
+def one_sentence(text: str) -> None:
+    assert "\n" not in text
+    assert "Traceback" not in text
+
+
+# ---- places that cannot be used ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("side", "said"),
+    [
+        ({"nvme_path": "/nowhere/at/all"}, "swap path /nowhere/at/all cannot be used: No such file"),
+        ({"nvme_path": "/etc/passwd"}, "swap path /etc/passwd cannot be used: it is not a directory"),
+        ({"nvme_path": "/proc"}, "swap path /proc cannot be used"),
+        ({"endpoint": "unix:///nowhere/o.sock"}, "there is no socket /nowhere/o.sock; start the daemon"),
+        ({"endpoint": "unix:///etc/passwd"}, "/etc/passwd is not a socket"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_named_before_anything_starts(
+    runtime: Path, side: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(trainer.SwapError, match=re.escape(said)) as caught:
+        trainer.initialize(model=nn.Linear(4, 4), config=config_of(side))
+    one_sentence(str(caught.value))
+
+
+def test_a_grpc_endpoint_without_a_token_says_which_key_is_missing() -> None:
+    with pytest.raises(trainer.SwapError, match="token_file"):
+        trainer.initialize(model=nn.Linear(4, 4), config=config_of({"endpoint": "grpc://127.0.0.1:1"}))
+
+
+def test_a_port_where_nobody_listens_is_named(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0" * 64)
+    token.chmod(0o600)
+    started = time.monotonic()
+    config = config_of({"endpoint": "grpc://127.0.0.1:1"}, token_file=str(token))
+    with pytest.raises(trainer.SwapError, match=r"127\.0\.0\.1:1\b") as caught:
+        trainer.initialize(model=nn.Linear(4, 4), config=config)
+    one_sentence(str(caught.value))
+    assert time.monotonic() - started < 3 * TIMEOUT_S
+
+
+def test_a_program_that_takes_connections_and_never_answers_is_given_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as control, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attach:
+        control.bind(f"{tmp_path}/o.sock")
+        attach.bind(f"{tmp_path}/o.sock.attach")
+        control.listen()
+        attach.listen()
+        with pytest.raises(OffloadError, match="did not answer in time") as caught:
+            connect(f"unix://{tmp_path}/o.sock", timeout_s=0.5)
+    assert caught.value.code is Code.TIMED_OUT
+
+
+def test_a_read_only_path_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    with pytest.raises(RuntimeError, match="its file system is mounted read-only"):
+        start(tmp_path, (f"tmpfs=ro:{tmp_path}/swap",))
+
+
+def test_a_path_in_memory_works_and_is_flagged(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    daemon = start(tmp_path, (f"tmpfs=size=256m:{tmp_path}/swap",))
+    try:
+        session = daemon.session(host_bytes=4 * MIB, tile_bytes=256 * KIB)
+        assert round_trip(session)
+        session.close()
+        assert daemon.status()["paths"][0]["filesystem"] == "tmpfs"  # type: ignore[index]
+        assert "its bytes are memory, so swapping frees none" in daemon.log()
+    finally:
+        daemon.stop()
+
+
+def test_a_path_that_filled_up_meanwhile_is_refused_before_step_one_with_both_figures(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    daemon = start(tmp_path, (f"tmpfs=size=100m:{tmp_path}/swap",))
+    try:
+        session = daemon.session(host_bytes=4 * MIB, swap_bytes=32 * MIB, tile_bytes=256 * KIB)
+        (Path(f"/proc/{daemon.process.pid}/root{tmp_path}/swap") / "ballast").write_bytes(bytes(90 * MIB))
+        with pytest.raises(OffloadError, match=r"has no room: needs 32 MiB more, available 10 MiB") as caught:
+            session.register([ShardSpec("a", "float32", 32 * MIB, "param")])
+        assert caught.value.code is Code.NO_SPACE
+        one_sentence(caught.value.message)
+        session.close()
+    finally:
+        daemon.stop()
+
+
+def test_a_small_dev_shm_is_no_limit() -> None:
+    with running(("tmpfs=size=64m:/dev/shm",), memory__host_bytes="256MiB") as daemon:
+        session = daemon.session(host_bytes=160 * MIB, tile_bytes=4 * MIB)
+        shard = session.register([ShardSpec("a", "float32", 128 * MIB, "param")])[0]
+        for tile in range(len(shard.tiles)):
+            session.fetch(shard, tile, Mode.OVERWRITE).wait().store()
+        session.nop()
+        session.close()
+
+
+def test_a_runtime_directory_that_is_not_there_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere/at/all")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    engine = trainer.initialize(model=nn.Linear(4, 4), config=config_of({"nvme_path": str(tmp_path)})).engine
+    engine.close()
+
+
+@pytest.mark.parametrize("module", ["trainer", "offloadd.client", "offloadd.node"])
+def test_without_the_native_module_one_sentence_says_how_to_build_it(module: str) -> None:
+    code = f"import sys; sys.modules['offloadd_native._ext'] = None; import {module}; import trainer.swap.daemon"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1
+    assert re.search(r"native module is not built .*pip install", done.stderr.splitlines()[-1])
+
+
+# ---- ranks together --------------------------------------------------------------------------------------------------
+
+
+def say(folder: Path, rank: int, what: object) -> None:
+    (folder / f"said{rank}.json").write_text(json.dumps([what, time.time()]))
+
+
+def said(folder: Path, rank: int) -> Any:
+    return json.loads((folder / f"said{rank}.json").read_text())
+
+
+def _one_rank_finds_no_room(rank: int, world: int, folder: Path, endpoint: str) -> None:
+    try:
+        # The sum fits, and rank 1's part does not.
+        config = config_of({"endpoint": endpoint}, swap_bytes=64 * MIB)
+        trainer.initialize(model=nn.Linear(2000, 2000), config=config)
+    except trainer.SwapError as error:
+        say(folder, rank, str(error))
+
+
+def test_where_one_rank_finds_no_room_all_say_the_same(tmp_path: Path) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="od-"))
+    (directory / "swap").mkdir()
+    daemon = start(directory, (f"tmpfs=size=200m:{directory}/swap",))
+    try:
+        # 16 MB of parameters and 32 MB of states: less than fits into what is left.
+        ballast = Path(f"/proc/{daemon.process.pid}/root{directory}/swap") / "ballast"
+        ballast.write_bytes(bytes(170 * MIB))
+        assert spawn(2, _one_rank_finds_no_room, (daemon.endpoint,), tmp_path) == [0, 0]
+    finally:
+        daemon.stop()
+        shutil.rmtree(directory)
+    first, second = said(tmp_path, 0)[0], said(tmp_path, 1)[0]
+    assert first == second
+    assert re.search(r"(needs .* available|has no room)", first)
+    one_sentence(first)
+
+
+def _steps(engine: trainer.Engine, count: int) -> None:
+    for _ in range(count):
+        engine.backward(engine(torch.ones(1, 64)).square().mean())
+        engine.step()
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+
+def _one_is_killed(rank: int, world: int, folder: Path, endpoint: str) -> None:
+    engine = trainer.initialize(model=_model(), config=config_of({"endpoint": endpoint})).engine
+    _steps(engine, 2)
+    if rank == 1:
+        say(folder, rank, "killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        _steps(engine, 50)
+    except CollectiveError as error:
+        say(folder, rank, str(error))
+        os._exit(0)
+
+
+def test_a_killed_rank_ends_the_others_within_the_bound(tmp_path: Path) -> None:
+    with running() as daemon:
+        codes = spawn(3, _one_is_killed, (daemon.endpoint,), tmp_path)
+        assert codes == [0, -signal.SIGKILL, 0]
+        assert until(lambda: daemon.status()["memory"]["granted_bytes"] == 0)  # type: ignore[index]
+    died = said(tmp_path, 1)[1]
+    for rank in (0, 2):
+        text, when = said(tmp_path, rank)
+        one_sentence(text)
+        assert re.search(r"waited up to 3 s for the other ranks in \S", text)
+        assert when - died < 3 * TIMEOUT_S
+
+
+def _daemon_is_killed(rank: int, world: int, folder: Path) -> None:
+    config = config_of({"nvme_path": str(folder / "swap")})
+    engine = trainer.initialize(model=_model(), config=config).engine
+    try:
+        _steps(engine, 2)
+        if rank == 0:
+            say(folder, 9, "killed")
+            os.kill(engine.backends.param.daemon["pid"], signal.SIGKILL)  # type: ignore[attr-defined]
+        _steps(engine, 50)
+    except (trainer.SwapError, CollectiveError) as error:
+        say(folder, rank, str(error))
+        os._exit(0)
+
+
+def test_a_killed_daemon_ends_its_ranks_within_the_bound(tmp_path: Path, runtime: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    assert spawn(2, _daemon_is_killed, (), tmp_path) == [0, 0]
+    died = said(tmp_path, 9)[1]
+    texts = []
+    for rank in range(2):
+        text, when = said(tmp_path, rank)
+        one_sentence(text)
+        texts.append(text)
+        assert when - died < 3 * TIMEOUT_S
+    assert any("is gone (stopped, killed or crashed)" in text for text in texts)
+    assert not list((tmp_path / "swap").iterdir())
+
+
+# ---- ended at any time -----------------------------------------------------------------------------------------------
+
+TRAIN = """
+import signal, sys
+import torch, trainer
+from tests.integration.test_bad_input import _model, _steps, config_of
+torch.set_num_threads(1)
+print("up", flush=True)
+engine = trainer.initialize(model=_model(), config=config_of({"nvme_path": sys.argv[1]})).engine
+print("initialized", flush=True)
+while True:
+    _steps(engine, 1)
+    print("step", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["up", pytest.param("initialized", marks=pytest.mark.full), pytest.param("step", marks=pytest.mark.slow)]
+)
+def test_a_rank_ended_at_any_time_leaves_nothing(tmp_path: Path, runtime: Path, moment: str) -> None:
+    """By Ctrl-C, SIGTERM and SIGKILL, all three at the same time."""
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    swaps = [tmp_path / number.name for number in numbers]
+    for swap in swaps:
+        swap.mkdir()
+    command = [sys.executable, "-c", TRAIN]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    processes = [subprocess.Popen([*command, str(swap)], **pipes) for swap in swaps]
+    for process in processes:
+        next(line for line in process.stdout if line.strip() == moment)
+    if moment == "up":
+        # In the middle of the daemons' start, since each measures its path for longer than this takes.
+        assert until(lambda: len(list(runtime.iterdir())) == 3)
+    for process, number in zip(processes, numbers, strict=True):
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode in (-number, 1, 130)
+        # Python's own word for Ctrl-C, and nothing else.
+        assert not errors or (number is signal.SIGINT and errors.splitlines()[-1].startswith("KeyboardInterrupt"))
+    assert until(lambda: not list(runtime.iterdir()), 20)
+    assert not [left for swap in swaps for left in swap.iterdir()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_daemon_ended_at_any_time_of_its_start_leaves_nothing(number: signal.Signals) -> None:
+    """Several, each at another moment: importing, probing, measuring, ready."""
+    with tempfile.TemporaryDirectory(prefix="od-") as directory:
+        started = []
+        for after in (0.1, 0.3, 0.9, 2.5):
+            swap = Path(directory, f"swap{after}")
+            swap.mkdir()
+            command = [sys.executable, "-m", "offloadd", "serve", f"--control.socket={directory}/{after}.sock"]
+            command += [f"--swap.paths={swap}", "--memory.host_bytes=64MiB", "--telemetry.listen=none"]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+            started.append((time.monotonic() + after, subprocess.Popen(command, **pipes)))
+        for when, process in started:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(max(0.01, when - time.monotonic()))
+            process.send_signal(number)
+        for _, process in started:
+            _, errors = process.communicate(timeout=20)
+            assert process.returncode in (0, -number)
+            assert "Traceback" not in errors
+        left = {path.suffix for path in Path(directory).rglob("*") if path.is_file() or path.is_socket()}
+        assert left <= {".lock", ".sock"}
