@@ -94,17 +94,27 @@ class RingChannel:
         self._closed = False
 
     def submit(self, entry: bytes) -> bool:
-        taken, sleeping = self._submissions.push(entry)
+        try:
+            taken, sleeping = self._submissions.push(entry)
+        except RingCorrupt as error:
+            raise self._broken(error) from error
         if sleeping:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._submission_doorbell, 1)
         return taken == 1
 
+    def _broken(self, error: RingCorrupt) -> OffloadError:
+        return OffloadError(
+            Code.INTERNAL,
+            f"the ring shared with the daemon at {self._where} was overwritten ({error}); look for a stray write in "
+            "this process, then start the job again",
+        )
+
     def poll(self) -> list[Completion]:
         try:
             raw = self._completions.pop(RING_ENTRIES)
         except RingCorrupt as error:
-            raise OffloadError(Code.INTERNAL, f"the daemon at {self._where} broke its ring: {error}") from error
+            raise self._broken(error) from error
         return unpack_completions(raw) if raw else []
 
     def wait(self, timeout_s: float) -> None:

@@ -59,9 +59,7 @@ class RingEndpoint:
         try:
             raw = self._submissions.pop(limit)
         except RingCorrupt as error:
-            raise OffloadError(
-                Code.BAD_REQUEST, f"session {self.session} wrote a ring that cannot be ({error}); it is closed"
-            ) from error
+            raise self._broken(error) from error
         if not raw:
             return []
         now = self._clock.now_ns()
@@ -79,11 +77,19 @@ class RingEndpoint:
             self.post(refused)
         return requests
 
+    def _broken(self, error: RingCorrupt) -> OffloadError:
+        return OffloadError(
+            Code.BAD_REQUEST, f"session {self.session} wrote a ring that cannot be ({error}); it is closed"
+        )
+
     def post(self, replies: Sequence[Reply]) -> None:
         """Hand over replies and ring the doorbell if the client sleeps."""
         if self._closed:
             return
-        taken, sleeping = self._completions.push(b"".join(map(pack_reply, replies)))
+        try:
+            taken, sleeping = self._completions.push(b"".join(map(pack_reply, replies)))
+        except RingCorrupt as error:
+            raise self._broken(error) from error
         self._inflight -= taken
         if taken != len(replies):
             # Room was kept for every accepted request, so only a client that moved the indices gets here.
