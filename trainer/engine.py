@@ -65,6 +65,7 @@ class Engine:
         self._boundary = False
         self._closed = False
         params.on_modified = optimizer.refresh_masters
+        params.before_fetch, params.may_prefetch = optimizer.wait, lambda: optimizer.idle
 
     # ---- the step -----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,10 @@ class Engine:
         self._must_be_open()
         if self.module.training and self.coordinator.in_pass and not self.reducer.idle:
             raise RuntimeError("loss.backward() was called; call engine.backward(loss) instead")
-        self.coordinator.begin_forward(training=self.module.training and torch.is_grad_enabled())
+        training = self.module.training and torch.is_grad_enabled()
+        if not training:
+            self.optimizer.drain()
+        self.coordinator.begin_forward(training)
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
@@ -90,6 +94,11 @@ class Engine:
             raise RuntimeError(
                 f"{self.batch.accumulation} micro-steps have been accumulated; call engine.step() before the next"
             )
+        if self.micro_steps % self.batch.accumulation == 0:
+            # From here on gradients are written, which the last step's updates read. A step as the backends see it
+            # lasts from here to the next time.
+            self.optimizer.drain()
+            self._plan()
         scaled = loss / self.batch.accumulation if self.batch.accumulation > 1 else loss
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -134,7 +143,6 @@ class Engine:
             self.lr_scheduler.step()
         self.global_steps += 1
         self._boundary = False
-        self._plan()
 
     def _refuse_open_blocks(self) -> None:
         """What a GatheredParameters block shows would be old, and its end could put it back."""
@@ -219,13 +227,17 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Take the hooks off and give the backends back. The parameters stay sharded. Idempotent."""
+        """Take the hooks off and give the backends back. The parameters stay sharded. Idempotent. Raises what stopped
+        the last step's updates, if nothing has raised it yet."""
         if self._closed:
             return
         self._closed = True
-        self._hooks.remove()
-        self.params.detach()
-        self.backends.close()
+        try:
+            self.optimizer.drain()
+        finally:
+            self._hooks.remove()
+            self.params.detach()
+            self.backends.close()
 
     destroy = close
 

@@ -96,6 +96,7 @@ def _build(
 ) -> Engine:
     zero_config, access_log = config.zero_optimization, AccessLog()
     params.attach(backends.param, access_log)
+    devices = {zero_config.offload_param.device, zero_config.offload_optimizer.device}
     torch_adam = config.optimizer is not None and config.optimizer.params.torch_adam
     optimizer = ShardedAdam(
         groups,
@@ -105,6 +106,7 @@ def _build(
         log=access_log,
         update=choose_update(torch_adam),
         grad_dtype=_dtype(config.data_types.grad_accum_dtype),
+        overlap=config.offloadd.overlap_step and "nvme" in devices,
     )
     buckets = plan_buckets(params.params, zero_config.reduce_bucket_size, _dtype(config.communication_data_type))
     watched = [zero for zero in params.params if zero.param.requires_grad]

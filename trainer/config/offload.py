@@ -107,3 +107,6 @@ class OffloaddConfig(Block):
     """File (mode 0600) with the token a grpc:// endpoint asks for."""
     engine: Literal["auto", "liburing", "native", "threads"] = "auto"
     """I/O engine of a private daemon."""
+    overlap_step: bool = True
+    """With anything on nvme: the optimizer updates each parameter while the next forward runs up to it. Same bits; an
+    error of the update is raised by the call that needs it."""

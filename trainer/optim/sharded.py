@@ -1,8 +1,9 @@
 """ShardedAdam: Adam/AdamW over this rank's shards, tile by tile, wherever the state lives.
 
-Owned by the engine. Per tile: fetch (the next tile's fetches are started first), update, store. Tiles run forwards in
-one step and backwards in the next, so that a cache between here and the disk finds half of what it kept. The
-arithmetic is per element and does not depend on tiles, order or where the state lives.
+Owned by the engine. Per tile: fetch (the next tile's fetches are started first), update, store. Without overlap, tiles
+run forwards in one step and backwards in the next, so that a cache between here and the disk finds half of what it
+kept. With overlap they run in the order in which the next forward needs them, on a thread of their own. The arithmetic
+is per element and does not depend on tiles, order, overlap or where the state lives.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from trainer.optim.adam import Update
+from trainer.optim.deferred import Deferred
 from trainer.optim.hyper import AdamHyper, hyper_of
 from trainer.optim.leases import ParamLeases
 from trainer.optim.subgroups import Piece, SubGroup, Work, plan_subgroups, plan_work
@@ -36,12 +38,15 @@ class ShardedAdam(torch.optim.Optimizer):
         log: AccessLog,
         update: Update,
         grad_dtype: torch.dtype | None,
+        overlap: bool = False,
     ) -> None:
+        """`overlap`: update what is not persistent while the next forward runs."""
         super().__init__(param_groups, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
         self.steps = 0
         """Optimizer steps taken."""
         self._param_backend, self._state_backend, self._log = param_backend, state_backend, log
         self._update = update
+        self._deferred = Deferred() if overlap else None
         groups = [[_zero(param) for param in group["params"]] for group in self.param_groups]
         self._subgroups = plan_subgroups(groups, sub_group_size)
         self._works = [work for sub in self._subgroups for work in plan_work(sub, self._register(sub))]
@@ -80,7 +85,35 @@ class ShardedAdam(torch.optim.Optimizer):
         """Update every trainable shard from its accumulated gradient times `grad_scale`."""
         self.steps += 1
         hypers = [hyper_of(group, self.steps, grad_scale) for group in self.param_groups]
-        order = self._works if self.steps % 2 else self._works[::-1]
+
+        def run(works: Sequence[Work], done: Callable[[Work], None]) -> None:
+            self._run(works, hypers, done)
+
+        if self._deferred is None:
+            run(self._works if self.steps % 2 else self._works[::-1], lambda work: None)
+            return
+        # Persistent parameters are gathered again as soon as the step returns, so theirs come first and at once.
+        now = [work for work in self._works if work.subgroup.persistent]
+        run(now, lambda work: None)
+        self._deferred.start([work for work in self._works if not work.subgroup.persistent], run)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no update is under way."""
+        return self._deferred is None or self._deferred.idle
+
+    def wait(self, zero: ZeroParam) -> None:
+        """Return when a parameter's update is complete."""
+        if self._deferred is not None:
+            self._deferred.wait(zero)
+
+    def drain(self) -> None:
+        """Return when the last step is complete for every parameter; raise what stopped it."""
+        if self._deferred is not None:
+            self._deferred.drain()
+
+    @torch.no_grad()
+    def _run(self, order: Sequence[Work], hypers: Sequence[AdamHyper], done: Callable[[Work], None]) -> None:
         leases = ParamLeases(self._param_backend, self._log)
         ahead = self._start(order[0], leases) if order else []
         for number, work in enumerate(order):
@@ -88,6 +121,7 @@ class ShardedAdam(torch.optim.Optimizer):
             # The next tile's fetches go out before this tile is computed: the disk works meanwhile.
             ahead = self._start(order[number + 1], leases) if number + 1 < len(order) else []
             self._update_tile(work, states, leases, hypers[work.subgroup.group])
+            done(work)
         if not leases.all_closed():
             raise AssertionError("an optimizer step left a parameter slot open")
 
@@ -132,6 +166,7 @@ class ShardedAdam(torch.optim.Optimizer):
     def refresh_masters(self, changed: Sequence[ZeroParam]) -> None:
         """Parameter shards were replaced: masters follow, but keep their extra bits where the 16-bit value is still
         theirs."""
+        self.drain()
         wanted = set(changed)
         for work in self._works:
             if work.subgroup.has_master and any(piece.zero in wanted for piece in work.pieces):
@@ -142,6 +177,7 @@ class ShardedAdam(torch.optim.Optimizer):
     def shard_states(self) -> Iterator[tuple[ZeroParam, dict[str, torch.Tensor]]]:
         """This rank's shard of each trainable parameter: copies of master, exp_avg and exp_avg_sq, in fp32, padding
         included."""
+        self.drain()
         for sub in self._subgroups:
             kinds = ("master", *_MOMENTS)
             found = {z: {kind: torch.empty(z.layout.shard_numel) for kind in kinds} for z, _ in sub.entries}

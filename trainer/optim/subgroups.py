@@ -28,6 +28,11 @@ class SubGroup:
     numel: int
 
     @property
+    def persistent(self) -> bool:
+        """Whether its parameters stay gathered between steps: all of them do, or none."""
+        return self.entries[0][0].persistent
+
+    @property
     def has_master(self) -> bool:
         """Whether an fp32 master is kept beside the parameters."""
         return self.dtype is not torch.float32
@@ -64,10 +69,13 @@ def plan_subgroups(groups: Sequence[Sequence[ZeroParam]], numel_max: int) -> lis
     for number, group in enumerate(groups):
         entries: list[tuple[ZeroParam, int]] = []
         numel = 0
-        ordered = sorted((z for z in group if z.trainable and z.numel), key=lambda zero: zero.index)
+        # Persistent ones first, in sub-groups of their own: they are wanted again at once.
+        ordered = sorted((z for z in group if z.trainable and z.numel), key=lambda z: (not z.persistent, z.index))
         for zero in ordered:
             size = zero.layout.shard_numel
-            if entries and (numel + size > numel_max or zero.dtype != entries[0][0].dtype):
+            first = entries[0][0] if entries else zero
+            differs = (zero.dtype, zero.persistent) != (first.dtype, first.persistent)
+            if entries and (numel + size > numel_max or differs):
                 found.append(SubGroup(len(found), number, entries[0][0].dtype, tuple(entries), numel))
                 entries, numel = [], 0
             entries.append((zero, numel))

@@ -39,6 +39,12 @@ PINNED_TILES = 12
 START_SECONDS_MAX = 60.0
 """Longest wait for a private daemon."""
 
+_ENGINES: dict[str, dict[str, object]] = {
+    "auto": {},
+    "threads": {"io.engine": "threads"},
+    "liburing": {"io.engine": "uring", "io.driver": "liburing"},
+    "native": {"io.engine": "uring", "io.driver": "native"},
+}
 _MODES = {"read": Mode.READ, "update": Mode.UPDATE, "overwrite": Mode.OVERWRITE}
 
 
@@ -256,7 +262,7 @@ def _agree_on_endpoint(
     if endpoint is None and local_rank == 0:
         settings = {
             "memory.host_bytes": (host_bytes or _default_host_bytes(local_world)) * local_world,
-            "io.engine": engine,
+            **_ENGINES[engine],
         }
         try:
             daemon = start_private((nvme_path or "").split(":"), settings, START_SECONDS_MAX)

@@ -166,7 +166,7 @@ class Coordinator:
         call.held = params
         following = self._follow(Event(call.hooked, backward))
         self._ensure(params)
-        if following:
+        if following and self.params.may_prefetch():
             for zero in self.policy.prefetch(self.trace, self.params.live_numel):
                 self.params.start(zero)
 

@@ -41,6 +41,10 @@ class ParamSet:
             zero.owner = self
         self.on_modified: Callable[[Sequence[ZeroParam]], None] | None = None
         """Told when shards were replaced from outside; the optimizer then refreshes its master copies."""
+        self.before_fetch: Callable[[ZeroParam], None] = lambda zero: None
+        """Called before a shard is fetched; waits for an update of it that is still under way."""
+        self.may_prefetch: Callable[[], bool] = lambda: True
+        """Whether a shard may be fetched ahead of need: not while updates are under way, whose memory it could take."""
 
     def attach(self, backend: SwapBackend, log: AccessLog) -> None:
         """Register every shard and store its present values; from now on the backend has them."""
@@ -58,6 +62,7 @@ class ParamSet:
     def write(self, zero: ZeroParam, mine: torch.Tensor) -> None:
         """Replace this rank's shard."""
         backend, shard, _ = self._attached(zero)
+        self.before_fetch(zero)
         for tile in shard.tiles:
             slot = backend.fetch(tile, "overwrite").wait()
             slot.tensor.copy_(mine[tile.start : tile.start + tile.numel])
@@ -68,6 +73,7 @@ class ParamSet:
         if zero.state is not ParamState.NOT_AVAILABLE:
             raise AssertionError(f"{zero.name} cannot be fetched while {zero.state.value}")
         backend, shard, log = self._attached(zero)
+        self.before_fetch(zero)
         for tile in shard.tiles:
             log.note(backend, tile, "read")
             zero.pending.append(backend.fetch(tile, "read"))
@@ -91,9 +97,12 @@ class ParamSet:
         missing = [zero for zero in dict.fromkeys(wanted) if zero.state is not ParamState.AVAILABLE]
         if not missing:
             return
-        for zero in missing:
-            if zero.state is ParamState.NOT_AVAILABLE:
-                self.start(zero)
+        fetched = [zero for zero in missing if zero.state is ParamState.NOT_AVAILABLE]
+        # All updates first, then all fetches: a fetch holds memory that an update may be waiting for.
+        for zero in fetched:
+            self.before_fetch(zero)
+        for zero in fetched:
+            self.start(zero)
         digest = zlib.crc32(repr([zero.index for zero in missing]).encode())
         self.collectives.announce(f"the gather of {missing[0].name} and {len(missing) - 1} more (#{digest:08x})")
         small = [zero for zero in missing if zero.shard_bytes <= _SMALL_BYTES and self.collectives.world > 1]
