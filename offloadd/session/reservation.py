@@ -126,7 +126,8 @@ class Reservations:
 
 
 def _grant(session: Session, need: Need, host_share: int, swap_share: int) -> Grant:
-    host = align_up(need.host_bytes, PAGE_BYTES) if need.host_bytes else host_share // PAGE_BYTES * PAGE_BYTES
+    # Whole pages, and never more than was asked for: a budget that is just enough must not become too little.
+    host = (need.host_bytes or host_share) // PAGE_BYTES * PAGE_BYTES
     # With k tiles pinned, 2k+1 tiles of room always leave a run for one more (see store.allocator).
     tiles = 2 * max(1, need.pinned_tiles) + 1
     tile = align_up(need.tile_bytes, PAGE_BYTES) if need.tile_bytes else _choose_tile(host, tiles)

@@ -38,6 +38,18 @@ def test_an_unspecified_budget_is_an_equal_share() -> None:
     assert registry.host.used == 64 * MIB
 
 
+def test_a_budget_that_is_no_multiple_of_a_page_is_granted_in_whole_pages() -> None:
+    odd = 32 * MIB + 1389
+    registry, reservations, (a, b) = two_ranks(2 * odd)
+
+    async def run() -> list[Any]:
+        return await both(reservations.reserve(a, need(odd), 5), reservations.reserve(b, need(odd), 5))
+
+    grants = asyncio.run(run())
+    assert [g.host_bytes for g in grants] == [32 * MIB, 32 * MIB]
+    assert registry.host.used == 64 * MIB
+
+
 def test_if_one_rank_does_not_fit_nobody_is_granted_anything() -> None:
     registry, reservations, (a, b) = two_ranks(64 * MIB)
 
