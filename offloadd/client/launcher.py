@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadd.core.errors import Code, OffloadError
+from offloadd.core.errors import Code, ConfigError, OffloadError
 
 _LOG_TAIL_BYTES = 4000
 _PARENT_LENGTH_MAX = 70
@@ -32,10 +33,30 @@ class PrivateDaemon:
     pid: int
     directory: str
 
+    def stop(self, timeout_s: float) -> bool:
+        """Ask it to end as soon as its last session has, and wait at most `timeout_s` for that, so that its paths are
+        free for the next one. False: it still runs, and will end by itself."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            # A child that has ended keeps its number until it is waited for, so this cannot reach a stranger.
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+            return bool(select.select([process], [], [], timeout_s)[0])
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(process)
+
 
 def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_s: float = 60.0) -> PrivateDaemon:
-    """Start a daemon and wait until it is ready. `settings` maps 'section.field' to a value.
+    """Start a daemon and wait until it is ready. `paths` may be relative. `settings` maps 'section.field' to a value.
     OffloadError with the daemon's own sentence if it refuses to start."""
+    # The daemon works in '/', so that it keeps no file system busy.
+    paths = [os.path.abspath(path) for path in paths if path]
+    if not paths:
+        raise ConfigError("a private daemon needs a directory for its swap files, and none was given; set nvme_path")
     directory = _make_directory()
     socket_path = os.path.join(directory, "offloadd.sock")
     log_path = os.path.join(directory, "log")

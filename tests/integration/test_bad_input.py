@@ -180,6 +180,29 @@ def test_a_runtime_directory_that_is_not_there_is_no_obstacle(monkeypatch: pytes
     engine.close()
 
 
+def test_a_relative_path_is_relative_to_the_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Path
+) -> None:
+    (tmp_path / "swap").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = trainer.initialize(model=nn.Linear(4, 4), config=config_of({"nvme_path": "./swap"})).engine
+    assert os.path.samefile(engine.backends.param.daemon["paths"][0], tmp_path / "swap")  # type: ignore[attr-defined]
+    engine.close()
+
+
+def test_a_path_is_free_again_after_a_refusal_and_after_an_end(tmp_path: Path, runtime: Path) -> None:
+    side = {"nvme_path": str(tmp_path)}
+    with pytest.raises(trainer.SwapError, match="'a/b' cannot name a job"):
+        trainer.initialize(model=nn.Linear(4, 4), config=config_of(side, job="a/b"))
+    for _ in range(2):
+        trainer.initialize(model=nn.Linear(4, 4), config=config_of(side)).engine.close()
+
+
+def test_an_empty_path_is_refused() -> None:
+    with pytest.raises(trainer.SwapError, match=r"none was given; set nvme_path"):
+        trainer.initialize(model=nn.Linear(4, 4), config=config_of({"nvme_path": ""}))
+
+
 @pytest.mark.parametrize("module", ["trainer", "offloadd.client", "offloadd.node"])
 def test_without_the_native_module_one_sentence_says_how_to_build_it(module: str) -> None:
     code = f"import sys; sys.modules['offloadd_native._ext'] = None; import {module}; import trainer.swap.daemon"

@@ -6,9 +6,7 @@ A fetched tile is a slot of the arena, seen as a tensor with no copy. The slot g
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from offloadd.client import (
     ClientSession,
     Mode,
     OffloadError,
+    PrivateDaemon,
     RegisteredShard,
     ShardSpec,
     connect,
@@ -38,6 +37,8 @@ PINNED_TILES = 12
 
 START_SECONDS_MAX = 60.0
 """Longest wait for a private daemon."""
+STOP_SECONDS_MAX = 5.0
+"""Longest wait for a private daemon's end; it waits for the other ranks of the node."""
 
 _ENGINES: dict[str, dict[str, object]] = {
     "auto": {},
@@ -94,9 +95,13 @@ class DaemonPending:
 class DaemonBackend:
     """One session with a daemon; made by `connect`."""
 
-    def __init__(self, session: ClientSession, patience_s: float = START_SECONDS_MAX) -> None:
-        """`patience_s`: longest wait for the other ranks in `register`."""
+    def __init__(
+        self, session: ClientSession, patience_s: float = START_SECONDS_MAX, daemon: PrivateDaemon | None = None
+    ) -> None:
+        """`patience_s`: longest wait for the other ranks in `register`. `daemon`: the one that this rank started, and
+        ends."""
         self._session = session
+        self._private = daemon
         self._patience_s = patience_s
         numel = session.tile_bytes // 4
         if numel >= TILE_GRANULARITY:
@@ -107,8 +112,8 @@ class DaemonBackend:
 
     @property
     def daemon(self) -> dict[str, Any]:
-        """Which daemon serves this rank, and what it granted: pid, engine, driver, endpoint, private, host_bytes,
-        tile_bytes."""
+        """Which daemon serves this rank, and what it granted: pid, engine, driver, endpoint, private, paths,
+        host_bytes, tile_bytes."""
         hello = self._session.control.hello
         return {
             "pid": hello.pid,
@@ -116,6 +121,7 @@ class DaemonBackend:
             "driver": hello.driver,
             "endpoint": self._session.control.where,
             "private": hello.private_daemon,
+            "paths": list(hello.paths),
             "host_bytes": self._session.host_bytes,
             "tile_bytes": self._session.tile_bytes,
         }
@@ -141,34 +147,40 @@ class DaemonBackend:
         `nvme_path` (several directories separated by ':'). `host_bytes` and `swap_bytes` are per rank; None: an equal
         share of the daemon's. Collective over all ranks. SwapError, one sentence, on every rank if it cannot be."""
         patience_s = 2 * timeout_s + START_SECONDS_MAX
-        where, launch = _agree_on_endpoint(
-            endpoint, rank, local_rank, nvme_path, host_bytes, local_world, engine, patience_s
-        )
-        session, failure = None, ""
+        daemon, session, failure = None, None, ""
         try:
-            session = connect(
-                where,
-                job=job or "",
-                launch_id=launch,
-                rank=rank,
-                world_size=world,
-                local_world_size=local_world,
-                host_bytes_min=host_bytes or 0,
-                timeout_s=timeout_s,
-                token_file=token_file,
-            )
-            session.reserve(host_bytes or 0, swap_bytes or 0, pinned_tiles=PINNED_TILES)
-        except OffloadError as error:
-            failure = error.message
-        try:
+            if endpoint is None and local_rank == 0:
+                try:
+                    daemon = _start_private(nvme_path, host_bytes, local_world, engine)
+                except OffloadError as error:
+                    failure = error.message
+            mine = daemon.endpoint if daemon else endpoint or ""
+            where, launch = _agree_on_endpoint(mine, failure, rank if endpoint else rank - local_rank, patience_s)
+            try:
+                session = connect(
+                    where,
+                    job=job or "",
+                    launch_id=launch,
+                    rank=rank,
+                    world_size=world,
+                    local_world_size=local_world,
+                    host_bytes_min=host_bytes or 0,
+                    timeout_s=timeout_s,
+                    token_file=token_file,
+                )
+                session.reserve(host_bytes or 0, swap_bytes or 0, pinned_tiles=PINNED_TILES)
+            except OffloadError as error:
+                failure = error.message
             _share_fate(failure, patience_s, "the connection to the daemon")
-        except SwapError:
+            if session is None:
+                raise AssertionError("a rank without a session has said why")
+            return cls(session, patience_s, daemon)
+        except BaseException:
             if session is not None:
                 session.close()
+            if daemon is not None:
+                daemon.stop(STOP_SECONDS_MAX)
             raise
-        if session is None:
-            raise AssertionError("a rank without a session has said why")
-        return cls(session, patience_s)
 
     def register(self, specs: Sequence[SwapSpec]) -> list[SwapShard]:
         """Collective over all ranks: where one of them finds no room, all get its sentence."""
@@ -224,6 +236,9 @@ class DaemonBackend:
 
     def close(self) -> None:
         self._session.close()
+        daemon, self._private = self._private, None
+        if daemon is not None:
+            daemon.stop(STOP_SECONDS_MAX)
 
 
 def _translate(call: object) -> None:
@@ -247,38 +262,21 @@ def _exchange(mine: Any, patience_s: float, what: str) -> list[Any]:
         raise SwapError(str(error)) from error
 
 
-def _agree_on_endpoint(
-    endpoint: str | None,
-    rank: int,
-    local_rank: int,
-    nvme_path: str | None,
-    host_bytes: int | None,
-    local_world: int,
-    engine: str,
-    patience_s: float,
-) -> tuple[str, str]:
-    """(endpoint, launch id), the same on all ranks of a node. Starts the private daemon where one is needed."""
-    daemon, failure = None, ""
-    if endpoint is None and local_rank == 0:
-        settings = {
-            "memory.host_bytes": (host_bytes or _default_host_bytes(local_world)) * local_world,
-            **_ENGINES[engine],
-        }
-        try:
-            daemon = start_private((nvme_path or "").split(":"), settings, START_SECONDS_MAX)
-        except OffloadError as error:
-            failure = error.message
-    try:
-        mine = (daemon.endpoint if daemon else endpoint or "", secrets.token_hex(8), failure)
-        everyone = _exchange(mine, patience_s, "the start of the daemon")
-        failures = [theirs for _, _, theirs in everyone if theirs]
-        if failures:
-            raise SwapError(failures[0])
-    except BaseException:
-        if daemon is not None:
-            os.kill(daemon.pid, signal.SIGTERM)  # nobody will come
-        raise
-    return everyone[rank - local_rank][0] if endpoint is None else endpoint, everyone[0][1]
+def _start_private(nvme_path: str | None, host_bytes: int | None, local_world: int, engine: str) -> PrivateDaemon:
+    settings = {
+        "memory.host_bytes": (host_bytes or _default_host_bytes(local_world)) * local_world,
+        **_ENGINES[engine],
+    }
+    return start_private((nvme_path or "").split(":"), settings, START_SECONDS_MAX)
+
+
+def _agree_on_endpoint(mine: str, failure: str, source: int, patience_s: float) -> tuple[str, str]:
+    """(endpoint of rank `source`, launch id), or the sentence of the first rank that could not start its daemon."""
+    everyone = _exchange((mine, secrets.token_hex(8), failure), patience_s, "the start of the daemon")
+    failures = [theirs for _, _, theirs in everyone if theirs]
+    if failures:
+        raise SwapError(failures[0])
+    return everyone[source][0], everyone[0][1]
 
 
 def _default_host_bytes(local_world: int) -> int:
