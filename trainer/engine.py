@@ -236,8 +236,10 @@ class Engine:
             self.optimizer.drain()
         finally:
             self._hooks.remove()
-            self.params.detach()
-            self.backends.close()
+            try:
+                self.params.detach()
+            finally:
+                self.backends.close()
 
     destroy = close
 

@@ -28,6 +28,7 @@ from offloadd.wire.pb import control_pb2
 
 __all__ = ["ClientSession", "Pending", "RegisteredShard", "Slot", "connect"]
 
+_SILENT_SECONDS = 0.1
 _POLL_SECONDS = 1.0
 """A follower looks again this often even if nobody woke it."""
 
@@ -74,11 +75,14 @@ class ClientSession:
         self._channel: Channel | None = None
         self._condition = threading.Condition()
         self._reaping = False
+        self._silent = False
         self._pending: dict[int, Pending] = {}
         self._next_id = 1
         self._book = LeaseBook()
         self._deferred: list[OffloadError] = []
         self._blocked: deque[tuple[int, int]] = deque(maxlen=RING_ENTRIES)
+        self._foreground = threading.get_ident()
+        self._background_cause = 0
         self._pid = os.getpid()
         self.fetches = self.stores = 0
         self.wait_seconds = 0.0
@@ -256,25 +260,36 @@ class ClientSession:
     def await_completion(self, pending: Pending, timeout_s: float | None = None) -> Completion:
         """Wait for one request; OffloadError for its failure or at the deadline."""
         started = time.monotonic_ns()
-        deadline = started / 1e9 + (self.timeout_s if timeout_s is None else timeout_s)
+        # A daemon that let one wait run out gets no such patience for the next before it has answered something, or
+        # whoever gives up many requests one after the other would wait as many times.
+        patience = _SILENT_SECONDS if self._silent else self.timeout_s
+        deadline = started / 1e9 + (patience if timeout_s is None else timeout_s)
         try:
             while pending.completion is None:
                 self._turn(pending, deadline, pending.title)
         except BaseException:
             self._abandon(pending)
             raise
-        if pending.op is Op.FETCH:
-            blocked_ns = time.monotonic_ns() - started
-            self.wait_seconds += blocked_ns / 1e9
-            if pending.completion.waited_ns:
-                # Told to the daemon with the next request: only the rank knows how long it was really blocked.
-                self._blocked.append((blocked_ns, pending.completion.cause))
+        if pending.op is Op.FETCH and pending.completion.waited_ns:
+            if threading.get_ident() == self._foreground:
+                self.note_blocked(time.monotonic_ns() - started, pending.completion.cause)
+            else:
+                self._background_cause = pending.completion.cause
         if pending.completion.code != Code.OK:
             raise self._explain(pending, pending.completion)
         if self._deferred:
             self._give_back(pending, pending.completion)
             self.raise_deferred()
         return pending.completion
+
+    def note_blocked(self, blocked_ns: int, cause: int | None = None) -> None:
+        """The rank was held up for so long. Told to the daemon with the next request: only the rank knows. Fetches of
+        the thread that opened the session are counted by themselves; others are not, since the rank may be computing
+        meanwhile. If it then waits for that thread, this is where it says so; the cause is then that thread's last."""
+        if not blocked_ns:
+            return
+        self.wait_seconds += blocked_ns / 1e9
+        self._blocked.append((blocked_ns, self._background_cause if cause is None else cause))
 
     def lend(self, pending: Pending, completion: Completion) -> Slot:
         lease = Lease(completion.lease, pending.title, pending.mode)
@@ -307,6 +322,7 @@ class ClientSession:
         self.send_ended()
         remaining = deadline - time.monotonic()
         if remaining <= 0:
+            self._silent = True
             raise OffloadError(
                 Code.TIMED_OUT,
                 f"{self.title}: no answer for {title} within {self.timeout_s:g} s; see the daemon's status and log",
@@ -332,6 +348,8 @@ class ClientSession:
                 self._condition.notify_all()
 
     def _dispatch(self, arrived: list[Completion]) -> None:
+        if arrived:
+            self._silent = False
         for completion in arrived:
             pending = self._pending.pop(completion.id, None)
             if pending is None:

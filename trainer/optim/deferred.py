@@ -8,6 +8,7 @@ finishes its step first.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -46,22 +47,26 @@ class Deferred:
         """Whether nothing is left to update."""
         return not self._missing
 
-    def wait(self, zero: ZeroParam) -> None:
-        """Return when the parameter's shard is complete; raise what stopped its update."""
-        if self._thread is None and self._failure is None:
-            return
+    def wait(self, zero: ZeroParam) -> float:
+        """Return when the parameter's shard is complete, with the seconds that took; raise what stopped its update."""
+        if zero not in self._missing and self._failure is None:
+            return 0.0
+        started = time.monotonic()
         with self._condition:
             # Not forever: every fetch and store of the thread has a deadline of its own, and its end wakes us.
             self._condition.wait_for(lambda: zero not in self._missing or self._failure is not None)
             if zero in self._missing:
                 self._raise()
+        return time.monotonic() - started
 
-    def drain(self) -> None:
-        """Return when the whole step is complete; raise what stopped it."""
+    def drain(self) -> float:
+        """Return when the whole step is complete, with the seconds that took; raise what stopped it."""
+        started = time.monotonic()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
         self._raise()
+        return time.monotonic() - started
 
     def _raise(self) -> None:
         if self._failure is not None:

@@ -105,12 +105,12 @@ class ShardedAdam(torch.optim.Optimizer):
     def wait(self, zero: ZeroParam) -> None:
         """Return when a parameter's update is complete."""
         if self._deferred is not None:
-            self._deferred.wait(zero)
+            self._state_backend.waited(self._deferred.wait(zero))
 
     def drain(self) -> None:
         """Return when the last step is complete for every parameter; raise what stopped it."""
         if self._deferred is not None:
-            self._deferred.drain()
+            self._state_backend.waited(self._deferred.drain())
 
     @torch.no_grad()
     def _run(self, order: Sequence[Work], hypers: Sequence[AdamHyper], done: Callable[[Work], None]) -> None:

@@ -104,6 +104,9 @@ class SwapBackend(Protocol):
         """A hint: the order in which tiles will be fetched, cyclically, from now on. Wrong hints cost time only.
         `steps`: training steps that one cycle covers."""
 
+    def waited(self, seconds: float) -> None:
+        """The rank was held up for so long by a thread of its own that fetches from here; for the account of stalls."""
+
     def flush(self) -> None:
         """Return when everything stored is where it survives the memory it was stored from; raise what failed."""
 

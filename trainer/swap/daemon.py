@@ -225,6 +225,9 @@ class DaemonBackend:
         except OffloadError as error:
             raise SwapError(error.message) from error
 
+    def waited(self, seconds: float) -> None:
+        self._session.note_blocked(int(seconds * 1e9))
+
     def flush(self) -> None:
         _translate(self._session.flush)
 

@@ -155,6 +155,9 @@ class InProcessBackend:
         """Kept for whoever looks; nothing here is far away."""
         self.planned = list(accesses)
 
+    def waited(self, seconds: float) -> None:
+        """Nothing is accounted for here."""
+
     def flush(self) -> None:
         """Everything stored is already where it lives."""
 
