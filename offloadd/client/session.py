@@ -197,7 +197,9 @@ class ClientSession:
         if self._ref.secret:
             # If the daemon is gone, so is everything that could be given back.
             with contextlib.suppress(OffloadError):
-                self.control.call(self.control.stub.CloseSession, control_pb2.CloseSessionRequest(session=self._ref), 5)
+                patience = min(5.0, self.timeout_s)
+                request = control_pb2.CloseSessionRequest(session=self._ref)
+                self.control.call(self.control.stub.CloseSession, request, patience)
         self._ref = control_pb2.SessionRef()
         if channel is not None:
             channel.close()

@@ -20,6 +20,7 @@ integration/test_lifecycle.py |
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -249,9 +250,9 @@ def test_where_one_rank_finds_no_room_all_say_the_same(tmp_path: Path) -> None:
     one_sentence(first)
 
 
-def _steps(engine: trainer.Engine, count: int) -> None:
+def _steps(engine: trainer.Engine, count: int, width: int = 64) -> None:
     for _ in range(count):
-        engine.backward(engine(torch.ones(1, 64)).square().mean())
+        engine.backward(engine(torch.ones(1, width)).square().mean())
         engine.step()
 
 
@@ -285,6 +286,45 @@ def test_a_killed_rank_ends_the_others_within_the_bound(tmp_path: Path) -> None:
         assert when - died < 3 * TIMEOUT_S
 
 
+def _one_dies_early(rank: int, world: int, folder: Path) -> None:
+    if rank == 1:
+        say(folder, rank, "gone")
+        os._exit(0)
+    try:
+        trainer.initialize(model=_model(), config=config_of({"nvme_path": str(folder / "swap")}))
+    except (trainer.SwapError, CollectiveError) as error:
+        say(folder, rank, str(error))
+        os._exit(0)
+
+
+def test_a_rank_that_dies_before_it_has_joined_is_waited_for_only_so_long(tmp_path: Path, runtime: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    assert spawn(2, _one_dies_early, (), tmp_path) == [0, 0]
+    text, when = said(tmp_path, 0)
+    one_sentence(text)
+    assert "waited up to" in text
+    assert when - said(tmp_path, 1)[1] < 3 * TIMEOUT_S
+
+
+def _worlds_differ(rank: int, world: int, folder: Path, endpoint: str) -> None:
+    """Two groups of one rank each that both call themselves the same job; the second says that it has two ranks."""
+    config = config_of({"endpoint": endpoint}, job="shared", swap_bytes=16 * MIB)
+    engine = trainer.initialize(model=nn.Linear(8, 8), config=config).engine
+    with pytest.raises(OffloadError) as caught:
+        connect(endpoint, job="shared", rank=1, world_size=2, local_world_size=2, timeout_s=5)
+    say(folder, rank, [caught.value.code, caught.value.message])
+    engine.close()
+
+
+def test_another_world_size_than_the_jobs_is_refused_with_both(tmp_path: Path) -> None:
+    with running() as daemon:
+        assert spawn(1, _worlds_differ, (daemon.endpoint,), tmp_path) == [0]
+    (code, text), _ = said(tmp_path, 0)
+    assert code == Code.WRONG_WORLD
+    assert re.search(r"shared.*\b1\b.*\b2\b|shared.*\b2\b.*\b1\b", text)
+    one_sentence(text)
+
+
 def _daemon_is_killed(rank: int, world: int, folder: Path) -> None:
     config = config_of({"nvme_path": str(folder / "swap")})
     engine = trainer.initialize(model=_model(), config=config).engine
@@ -311,6 +351,26 @@ def test_a_killed_daemon_ends_its_ranks_within_the_bound(tmp_path: Path, runtime
         assert when - died < 3 * TIMEOUT_S
     assert any("is gone (stopped, killed or crashed)" in text for text in texts)
     assert not list((tmp_path / "swap").iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_daemon_that_hangs_costs_one_bound_and_not_one_per_parameter(tmp_path: Path, runtime: Path) -> None:
+    config = config_of({"nvme_path": str(tmp_path)}, timeout_s=1)
+    engine = trainer.initialize(model=nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))), config=config).engine
+    _steps(engine, 3, 8)
+    pid = engine.backends.param.daemon["pid"]  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        with pytest.raises(trainer.SwapError, match=r"no answer for .* within 1 s; see the daemon's status and log"):
+            _steps(engine, 3, 8)
+        assert time.monotonic() - started < 8
+        with contextlib.suppress(trainer.SwapError):
+            engine.close()
+        assert time.monotonic() - started < 25
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 # ---- ended at any time -----------------------------------------------------------------------------------------------
