@@ -51,7 +51,9 @@ class Reservation(NamedTuple):
 class Arena:
     """Slots of one region."""
 
-    def __init__(self, session: int, region_bytes: int, watermark: int, order: UseOrder) -> None:
+    def __init__(self, session: int, region_bytes: int, watermark: int, order: UseOrder, tile_bytes: int = 0) -> None:
+        self.tile_bytes = tile_bytes
+        """The session's tile size; 0: tiles are all alike to the allocator."""
         self.slots = SlotAllocator(region_bytes)
         self.owners: dict[int, Tile] = {}
         self.victims = VictimHeap(session, order)
@@ -160,8 +162,9 @@ class Arena:
         return sum(tile.padded for tile in self.owners.values() if tile.leased)
 
     def _take(self, tile: Tile) -> bool:
-        # What can never be evicted goes to the far end, so that it does not break up what can.
-        offset = self.slots.take(tile.padded, high=not tile.on_disk)
+        # Whole tiles from one end, shorter ones and what can never be evicted from the other: where all slots are of
+        # one size, every victim makes exactly the room that the next tile needs.
+        offset = self.slots.take(tile.padded, high=not tile.on_disk or tile.padded < self.tile_bytes)
         if offset < 0:
             return False
         tile.offset = offset

@@ -94,7 +94,7 @@ class Store:
         if any(held.terms.region == region for held in self._sessions.values()):
             raise OffloadError(Code.BAD_REQUEST, f"{who}: region {region} belongs to another session")
         tiles = min(region_bytes // 8, WATERMARK_TILES * tile_bytes)
-        arena = Arena(session, region_bytes, max(tile_bytes, tiles), self._order)
+        arena = Arena(session, region_bytes, max(tile_bytes, tiles), self._order, tile_bytes)
         self._sessions[session] = Holdings(session, terms, arena)
         for target in files:
             self._files.setdefault(target.file, ExtentAllocator())
