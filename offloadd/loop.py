@@ -36,7 +36,7 @@ class PumpLoop:
         self._ticker: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        self._loop.add_reader(self._engine.fileno(), self._turn)
+        self._loop.add_reader(self._engine.fileno(), self._engine_rang)
         self._tick()
 
     def stop(self) -> None:
@@ -69,6 +69,10 @@ class PumpLoop:
 
     def _scheduled_turn(self) -> None:
         self._scheduled = False
+        self._turn()
+
+    def _engine_rang(self) -> None:
+        self._pump.engine_rang()
         self._turn()
 
     def _rung(self, endpoint: RingEndpoint) -> None:

@@ -122,6 +122,8 @@ class Pump:
         now_ns = self._clock.now_ns()
         self.stats.steps += 1
         more = self._drain(now_ns)
+        # What could be answered at once goes out before anything slower is begun.
+        self._post()
         for flight, outcome in self._flights.reap():
             self._settle(flight, outcome, now_ns)
         self._flushes.poll(now_ns)
@@ -129,6 +131,10 @@ class Pump:
         more = self._serving.serve(now_ns) or more
         self._post()
         return more
+
+    def engine_rang(self) -> None:
+        """The engine's descriptor is readable: the next step looks, even if nothing is in flight."""
+        self._flights.rang = True
 
     def next_deadline_ns(self) -> int | None:
         """When `step` should be called even if nothing happens; None: no need."""

@@ -39,6 +39,8 @@ class Flights:
         self._flights: dict[int, Flight] = {}
         self._count: dict[int, int] = {}
         self._outbox: deque[Transfer] = deque()
+        self.rang = False
+        """The engine's descriptor is readable, which only `reap` clears."""
 
     def count(self, session: int) -> int:
         """Transfers of a session prepared or in flight."""
@@ -73,7 +75,10 @@ class Flights:
                 self._outbox.popleft()
 
     def reap(self) -> list[tuple[Flight, Outcome]]:
-        """What has ended, with its books closed."""
+        """What has ended, with its books closed. An engine with nothing in flight is asked only when it rang."""
+        if not self._flights and not self.rang:
+            return []
+        self.rang = False
         landed = []
         for outcome in self._engine.reap():
             flight = self._flights.pop(outcome.id, None)

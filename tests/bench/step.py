@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, device: str, scratch: Path, budget: int) ->
         command, env=os.environ | {"OMP_NUM_THREADS": threads}, capture_output=True, text=True, timeout=900, check=False
     )
     if done.returncode:
-        raise SystemExit(f"the run on {device} failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"the run on {device} failed:\n{done.stderr[-9000:]}")
     rows = json.loads(Path(task["out"]).read_text())
     counted = rows["steps"][WARM_UP:]
     out = {key: median(row[key] for row in counted) for key in counted[0]}
@@ -76,7 +76,7 @@ def peer(command: str, device: str, scratch: Path) -> float:
     text = command.replace("{device}", device).replace("{out}", str(out)).replace("{nvme}", str(scratch))
     done = subprocess.run(shlex.split(text), capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
-        raise SystemExit(f"the peer's run on {device} failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"the peer's run on {device} failed:\n{done.stderr[-9000:]}")
     return float(json.loads(out.read_text())[0]["med"]["t"])
 
 

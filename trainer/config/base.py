@@ -24,7 +24,9 @@ class ConfigError(ValueError):
 class Block(BaseModel):
     """One level of the tree: frozen, no unknown key, no silent conversion."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, populate_by_name=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def known_keys(cls) -> dict[str, str]:
