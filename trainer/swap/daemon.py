@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from offloadd.client import (
 from offloadd.client import Pending as ClientPending
 from offloadd.client import Slot as ClientSlot
 from trainer.swap.backend import Access, Pending, Slot, SwapError, SwapShard, SwapSpec, Tile
+from trainer.swap.window import ReadWindow
 from trainer.zero.collectives import default_collectives
 from trainer.zero.errors import CollectiveError
 
@@ -52,8 +52,11 @@ _MODES = {"read": Mode.READ, "update": Mode.UPDATE, "overwrite": Mode.OVERWRITE}
 class DaemonSlot:
     """A slot of the arena as a tensor."""
 
-    def __init__(self, tile: Tile, slot: ClientSlot, dtype: torch.dtype, title: str) -> None:
+    def __init__(
+        self, tile: Tile, slot: ClientSlot, dtype: torch.dtype, title: str, window: ReadWindow | None = None
+    ) -> None:
         self.tile = tile
+        self._window = window
         self._slot = slot
         self._title = title
         self.tensor = (
@@ -69,6 +72,8 @@ class DaemonSlot:
         changed = self.tensor._version != self._version
         self.tensor = self.tensor.new_empty(0)
         _translate(self._slot.release)
+        if self._window is not None:
+            self._window.leave()
         if changed:
             raise SwapError(
                 f"{self._title} was changed in place while fetched for reading; the change is lost: "
@@ -76,20 +81,46 @@ class DaemonSlot:
             )
 
 
-@dataclass(slots=True)
 class DaemonPending:
-    """A fetch under way."""
+    """A fetch under way, or one that waits for its turn."""
 
-    tile: Tile
-    dtype: torch.dtype
-    pending: ClientPending
+    def __init__(
+        self,
+        session: ClientSession,
+        shard: RegisteredShard,
+        tile: Tile,
+        mode: str,
+        dtype: torch.dtype,
+        window: ReadWindow | None,
+    ) -> None:
+        self._ask = (session, shard, mode)
+        self._tile, self._dtype, self._window = tile, dtype, window
+        self._pending: ClientPending | None = None
+        self._failure: OffloadError | None = None
+        if window is None:
+            self.begin()
+        else:
+            window.enter(self)
+
+    def begin(self) -> None:
+        session, shard, mode = self._ask
+        try:
+            self._pending = session.fetch(shard, self._tile.index, _MODES[mode])
+        except OffloadError as error:
+            self._failure = error
 
     def wait(self) -> Slot:
+        window = self._window
+        if window is not None:
+            window.need(self)
         try:
-            slot = self.pending.wait()
+            if self._pending is None:
+                raise self._failure or AssertionError("a fetch that was begun has neither an answer nor a failure")
+            return DaemonSlot(self._tile, self._pending.wait(), self._dtype, self._pending.title, window)
         except OffloadError as error:
+            if window is not None:
+                window.leave()
             raise SwapError(error.message) from error
-        return DaemonSlot(self.tile, slot, self.dtype, self.pending.title)
 
 
 class DaemonBackend:
@@ -107,6 +138,8 @@ class DaemonBackend:
         if numel >= TILE_GRANULARITY:
             numel -= numel % TILE_GRANULARITY
         self.tile_numel = numel
+        # What the optimizer works with at once, perhaps beside a forward, stays free of reads.
+        self._reads = ReadWindow(session.host_bytes // session.tile_bytes - PINNED_TILES - 1)
         self._shards: list[tuple[SwapShard, RegisteredShard]] = []
         self._started = time.monotonic()
 
@@ -213,11 +246,8 @@ class DaemonBackend:
 
     def fetch(self, tile: Tile, mode: str) -> Pending:
         shard, registered = self._shards[tile.shard]
-        try:
-            pending = self._session.fetch(registered, tile.index, _MODES[mode])
-        except OffloadError as error:
-            raise SwapError(error.message) from error
-        return DaemonPending(tile, shard.spec.dtype, pending)
+        window = self._reads if mode == "read" else None
+        return DaemonPending(self._session, registered, tile, mode, shard.spec.dtype, window)
 
     def plan(self, accesses: Sequence[Access], steps: int = 1) -> None:
         try:
