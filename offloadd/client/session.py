@@ -23,7 +23,7 @@ from offloadd.client.failure import explain
 from offloadd.client.lease import Lease, LeaseBook, Slot
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.records import Mode, Op, ShardSpec
-from offloadd.wire.layout import RING_ENTRIES, Completion, Submission, pack_submission
+from offloadd.wire.layout import RING_ENTRIES, Completion, pack_submission
 from offloadd.wire.pb import control_pb2
 
 __all__ = ["ClientSession", "Pending", "RegisteredShard", "Slot", "connect"]
@@ -220,12 +220,12 @@ class ClientSession:
                 return False
             number = self._next_id
             blocked_ns, cause = self._blocked.popleft() if self._blocked else (0, 0)
-            entry = Submission(
-                number, int(pending.op), int(pending.mode), shard, tile, self._generation, lease, blocked_ns, cause
+            entry = pack_submission(
+                (number, pending.op, pending.mode, shard, tile, self._generation, lease, blocked_ns, cause)
             )
             # Known before it is sent: its completion may be reaped by another thread at once.
             self._pending[number] = pending
-            if not channel.submit(pack_submission(entry)):
+            if not channel.submit(entry):
                 del self._pending[number]
                 self._blocked.append((blocked_ns, cause))
                 return False
@@ -339,10 +339,8 @@ class ClientSession:
             self._reaping = True
         arrived: list[Completion] = []
         try:
+            channel.wait(min(remaining, _POLL_SECONDS))
             arrived = channel.poll()
-            if not arrived:
-                channel.wait(min(remaining, _POLL_SECONDS))
-                arrived = channel.poll()
         finally:
             with self._condition:
                 self._reaping = False

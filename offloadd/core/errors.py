@@ -51,10 +51,10 @@ class Code(IntEnum):
 
 def known_code(number: int) -> Code:
     """The code with this number; INTERNAL for one that this version does not know."""
-    return Code(number) if number in _NUMBERS else Code.INTERNAL
+    return _BY_NUMBER.get(number, Code.INTERNAL)
 
 
-_NUMBERS = frozenset(int(code) for code in Code)
+_BY_NUMBER = {int(code): code for code in Code}
 
 
 class OffloadError(Exception):

@@ -55,7 +55,8 @@ class Completion(NamedTuple):
     cause: int
 
 
-def pack_submission(entry: Submission) -> bytes:
+def pack_submission(entry: tuple[int, ...]) -> bytes:
+    """The bytes of an entry: a Submission, or a plain tuple of its fields."""
     return _SUBMISSION.pack(*entry)
 
 

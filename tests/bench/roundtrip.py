@@ -1,7 +1,11 @@
 """Ring round trip and fetch of a resident tile, beside a bare eventfd + asyncio echo between two processes.
 
-`python -m tests.bench.roundtrip [--samples N] [--spacing-us US ...] [-o FILE]`. Alternating, medians, JSON. While it
-measures, another thread scrapes /metrics ten times a second.
+`python -m tests.bench.roundtrip [--samples N] [--spacing-us US ...] [--place same|cross|free] [-o FILE]`. Alternating,
+medians, JSON. While it measures, another thread scrapes /metrics ten times a second.
+
+Where the kernel puts two processes decides more than what they do: in a virtual machine waking the other core can cost
+five times what waking the same core does, and placement is sticky. So both partners, echo and daemon, are given the
+same place: the measuring process's core (same), the other one (cross), or whatever the kernel likes (free).
 """
 
 from __future__ import annotations
@@ -61,7 +65,11 @@ def start_echo() -> tuple[int, Callable[[], None]]:
     return child, once
 
 
-def sample(once: Callable[[], None], count: int, spacing_us: float) -> list[float]:
+Call = Callable[[], object]
+"""One round trip. What it returns is called afterwards, untimed, unless it is None."""
+
+
+def sample(once: Call, count: int, spacing_us: float) -> list[float]:
     """Microseconds of each call, with `spacing_us` of idleness before it."""
     out = []
     pause = select.poll()
@@ -69,9 +77,20 @@ def sample(once: Callable[[], None], count: int, spacing_us: float) -> list[floa
         if spacing_us:
             pause.poll(spacing_us / 1000)
         started = time.perf_counter_ns()
-        once()
+        after = once()
         out.append((time.perf_counter_ns() - started) / 1000)
+        if callable(after):
+            after()
     return out
+
+
+def place(pid: int, where: str, server: bool) -> None:
+    """Put every thread of a process on the core that `where` means for it."""
+    if where == "free":
+        return
+    core = 1 if server and where == "cross" else 0
+    for task in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(task), {core})
 
 
 def scrape(url: str, stop: threading.Event) -> None:
@@ -80,7 +99,7 @@ def scrape(url: str, stop: threading.Event) -> None:
             answer.read()
 
 
-def measure(samples: int, spacing_us: float, targets: dict[str, Callable[[], None]]) -> dict[str, Any]:
+def measure(samples: int, spacing_us: float, targets: dict[str, Call]) -> dict[str, Any]:
     """Alternate between the targets; figures over all rounds."""
     taken: dict[str, list[float]] = {name: [] for name in targets}
     for _ in range(ROUNDS):
@@ -99,24 +118,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1000, help="calls per round and target")
     parser.add_argument("--spacing-us", type=float, nargs="+", default=[0, 1000], help="idle time before each call")
+    parser.add_argument("--place", choices=["same", "cross", "free"], default="cross")
     parser.add_argument("-o", "--output", default="-")
     options = parser.parse_args()
     child, echo = start_echo()
-    document: dict[str, Any] = {"rounds": ROUNDS, "samples": options.samples, "spacing_us": {}}
+    place(os.getpid(), options.place, False)
+    place(child, options.place, True)
+    document: dict[str, Any] = {"rounds": ROUNDS, "samples": options.samples, "place": options.place, "spacing_us": {}}
     with running(memory__host_bytes="32MiB") as daemon:
+        place(daemon.process.pid, options.place, True)
         session = daemon.session(host_bytes=16 * MIB, tile_bytes=256 * KIB)
         shard = session.register([ShardSpec("a", "float32", 256 * KIB, "param")])[0]
         session.fetch(shard, 0, Mode.OVERWRITE).wait().store()
 
-        def fetch() -> None:
-            session.fetch(shard, 0, Mode.READ).wait().release()
+        def fetch() -> object:
+            return session.fetch(shard, 0, Mode.READ).wait().release
 
         stop = threading.Event()
         scraper = threading.Thread(target=scrape, args=(str(daemon.status()["metrics"]), stop))
         scraper.start()
         try:
             for spacing in options.spacing_us:
-                targets = {"echo": echo, "nop": session.nop, "fetch": fetch}
+                targets: dict[str, Call] = {"echo": echo, "nop": session.nop, "fetch": fetch}
                 document["spacing_us"][f"{spacing:g}"] = measure(options.samples, spacing, targets)
         finally:
             stop.set()
