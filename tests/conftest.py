@@ -22,7 +22,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """CI fails if tests of io_uring were selected, the kernel has it, and none of them ran."""
-    required = os.environ.get("OFFLOADD_TESTS_REQUIRE_URING") and _uring["selected"]
+    required = os.environ.get("TESTS_REQUIRE_URING") and _uring["selected"]
     if required and not _uring["passed"] and _kernel_has_io_uring():
         print("\nno io_uring test passed although this kernel has io_uring")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
