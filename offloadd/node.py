@@ -18,6 +18,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+import aiofiles
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -164,7 +165,7 @@ class Node:
             ("grpc.so_reuseport", 0),
         ]
         server = grpc.aio.server(options=options)
-        token = self._token(config.token_file or config.socket + ".token") if config.listen else ""
+        token = await _token(config.token_file or config.socket + ".token") if config.listen else ""
         authenticator = Authenticator(self._attach, token)
         greeting = hello(
             self._engine.name,
@@ -202,22 +203,6 @@ class Node:
             return server.add_insecure_port(config.listen)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {config.listen}; choose another control.listen ({error})") from error
-
-    @staticmethod
-    def _token(path: str) -> str:
-        """The token's file is made on first use, readable by its owner only."""
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "r+") as file:
-                if os.fstat(descriptor).st_mode & 0o077:
-                    raise ConfigError(f"token file {path} is open to others; chmod it 600")
-                token = file.read().strip()
-                if not token:
-                    token = secrets.token_hex(32)
-                    file.write(token + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot use the token file {path}: {error.strerror}") from error
-        return token
 
     def _may_connect(self, peer: Peer) -> bool:
         return self._config.control.group_access or peer.uid in (0, os.getuid())
@@ -303,6 +288,22 @@ class Node:
     def _render(self) -> bytes:
         snapshot = self._snapshot
         return render(snapshot, self._facts) if snapshot is not None else b""
+
+
+async def _token(path: str) -> str:
+    """The token's file is made on first use, readable by its owner only. It may lie on a slow file system."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        async with aiofiles.open(descriptor, "r+") as file:
+            if os.fstat(descriptor).st_mode & 0o077:
+                raise ConfigError(f"token file {path} is open to others; chmod it 600")
+            token = (await file.read()).strip()
+            if not token:
+                token = secrets.token_hex(32)
+                await file.write(token + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot use the token file {path}: {error.strerror}") from error
+    return token
 
 
 async def run(config: Config, ready: Callable[[], bool]) -> None:

@@ -224,6 +224,7 @@ class Engine:
             "live_parameters_max": self.params.live_numel_max,
             "live_parameter_bytes": self.params.live_bytes(),
             "access_plans": self._access_log.plans,
+            "gradient_bytes": self.optimizer.gradient_bytes(),
         }
 
     def close(self) -> None:

@@ -103,7 +103,8 @@ class ClientSession:
         timeout_s: float | None = None,
     ) -> None:
         """Ask for memory and swap space, together with all ranks of the job on this node, once, before step 1.
-        host_bytes 0: an equal share; tile_bytes 0: the daemon chooses. `pinned_tiles`: most tiles held at once."""
+        host_bytes 0: an equal share; swap_bytes 0: what the shards need; tile_bytes 0: the daemon chooses.
+        `pinned_tiles`: most tiles held at once."""
         wait = self.timeout_s if timeout_s is None else timeout_s
         request = control_pb2.ReserveRequest(
             session=self._ref,

@@ -132,17 +132,17 @@ class Lifecycle:
             session.id,
             region.length,
             grant.tile_bytes,
-            grant.swap_bytes,
+            self._registry.swap.total,  # the registry keeps the books, and grows a session's share as it registers
             files.targets,
             session.weight,
         )
         self._scheduler.open_session(session.id, session.weight)
         self._connect(session, region, stream)
         log.info(
-            "%s: granted %s of host memory and %s of swap, tiles of %s",
+            "%s: granted %s of host memory, swap: %s, tiles of %s",
             session.title,
             human(region.length),
-            human(grant.swap_bytes),
+            human(grant.swap_bytes) if session.swap_fixed else "as much as its shards need",
             human(grant.tile_bytes),
         )
         return region
@@ -185,6 +185,7 @@ class Lifecycle:
         first = len(self._store.holdings(session.id).shards)
         registration = self._store.prepare_registration(session.id, specs)
         try:
+            self._registry.charge_swap(session, self._store.holdings(session.id).swap_used)
             for file, length in registration.grow.items():
                 await asyncio.to_thread(files.grow, file, length)
         except OffloadError:

@@ -62,6 +62,8 @@ class Session:
     swap_bytes: int
     opened_ns: int
     tile_bytes: int = 0
+    swap_fixed: bool = False
+    """A limit on swap space was agreed on at Reserve; otherwise it is what the shards need."""
     region: Region | None = None
     closing: bool = False
 
@@ -195,6 +197,22 @@ class Registry:
         self.host.take(host_bytes - session.host_bytes)
         self.swap.take(swap_bytes - session.swap_bytes)
         session.host_bytes, session.swap_bytes, session.tile_bytes = host_bytes, swap_bytes, tile_bytes
+
+    def charge_swap(self, session: Session, needed: int) -> None:
+        """The session's shards on disk come to `needed` bytes: grow its share if it is less. OffloadError
+        NO_SWAP_BUDGET, with figures, when a limit was agreed on or the daemon has no more."""
+        more = needed - session.swap_bytes
+        if more <= 0:
+            return
+        if session.swap_fixed:
+            raise OffloadError(
+                Code.NO_SWAP_BUDGET,
+                f"{session.title} asked for {human(session.swap_bytes)} of swap space ({session.swap_bytes} bytes) but "
+                f"its shards need {human(needed)} ({needed} bytes); raise swap_bytes or leave it out",
+            )
+        self.swap.check(more, session.title)
+        self.swap.take(more)
+        session.swap_bytes = needed
 
     def forget(self, session: Session) -> Job | None:
         """Give back what the session was promised. Returns its job if that was the last session: the job is over."""

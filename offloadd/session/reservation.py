@@ -15,15 +15,15 @@ from offloadd.session.registry import Job, Registry, Session
 
 TILE_BYTES_MIN = 64 * KIB
 TILE_BYTES_MAX = 8 * MIB
-TILES_PER_REGION = 32
+TILES_PER_REGION = 64
 """A tile chosen by the daemon is about this fraction of the region: small enough to overlap, large enough to
 stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one rank asks for. host_bytes, swap_bytes 0: an equal share of what is left. tile_bytes 0: the daemon
-    chooses."""
+    """What one rank asks for. host_bytes 0: an equal share of what is left. swap_bytes 0: what its shards will need,
+    charged when they are registered. tile_bytes 0: the daemon chooses."""
 
     host_bytes: int
     swap_bytes: int
@@ -100,6 +100,7 @@ class Reservations:
             current.done.set_exception(error)
             return
         for session, grant in grants.items():
+            session.swap_fixed = current.needs[session].swap_bytes > 0
             self._registry.grant(session, grant.host_bytes, grant.swap_bytes, grant.tile_bytes)
         current.done.set_result(grants)
 
@@ -114,18 +115,15 @@ class Reservations:
                 )
         host_promised = sum(session.host_bytes for session in needs)
         swap_promised = sum(session.swap_bytes for session in needs)
-        shares = (
-            (self._registry.host.available() + host_promised) // len(needs),
-            (self._registry.swap.available() + swap_promised) // len(needs),
-        )
-        grants = {session: _grant(session, need, *shares) for session, need in needs.items()}
+        share = (self._registry.host.available() + host_promised) // len(needs)
+        grants = {session: _grant(session, need, share) for session, need in needs.items()}
         who = f"job {job.name} ({len(needs)} ranks on this node)"
         self._registry.host.check(sum(g.host_bytes for g in grants.values()) - host_promised, who)
         self._registry.swap.check(sum(g.swap_bytes for g in grants.values()) - swap_promised, who)
         return grants
 
 
-def _grant(session: Session, need: Need, host_share: int, swap_share: int) -> Grant:
+def _grant(session: Session, need: Need, host_share: int) -> Grant:
     # Whole pages, and never more than was asked for: a budget that is just enough must not become too little.
     host = (need.host_bytes or host_share) // PAGE_BYTES * PAGE_BYTES
     # With k tiles pinned, 2k+1 tiles of room always leave a run for one more (see store.allocator).
@@ -138,7 +136,7 @@ def _grant(session: Session, need: Need, host_share: int, swap_share: int) -> Gr
             f"{human(tiles * tile)} of host memory ({tiles * tile} bytes) for that, but gets {human(host)} ({host} "
             "bytes); raise the host budget",
         )
-    return Grant(host, need.swap_bytes or swap_share, tile)
+    return Grant(host, max(need.swap_bytes, session.swap_bytes), tile)
 
 
 def _choose_tile(host: int, tiles: int) -> int:

@@ -26,6 +26,7 @@ from offloadd.core.records import (
     Transfer,
 )
 from offloadd.core.stats import RegionSnapshot
+from offloadd.core.units import MIB
 from offloadd.store.allocator import ExtentAllocator
 from offloadd.store.arena import Arena, Reservation, Room
 from offloadd.store.catalog import Catalog
@@ -35,8 +36,9 @@ from offloadd.store.outcomes import SETTLED_OK, Settled, classify, first_differe
 from offloadd.store.placement import SwapTarget
 from offloadd.store.residency import Lease, Shard, Tile
 
-WATERMARK_TILES = 8
-"""Under pressure this many tiles (at most an eighth of the region) are kept free or clean ahead of eviction."""
+WATERMARK_BYTES = 64 * MIB
+"""Under pressure this much (at most a quarter of the region) is kept free or clean ahead of eviction: what keeps the
+device busy with writes while it reads."""
 
 
 class Verdict(IntEnum):
@@ -93,7 +95,7 @@ class Store:
             raise OffloadError(Code.BAD_REQUEST, f"{who}: session {session} is already open")
         if any(held.terms.region == region for held in self._sessions.values()):
             raise OffloadError(Code.BAD_REQUEST, f"{who}: region {region} belongs to another session")
-        tiles = min(region_bytes // 8, WATERMARK_TILES * tile_bytes)
+        tiles = min(region_bytes // 4, WATERMARK_BYTES)
         arena = Arena(session, region_bytes, max(tile_bytes, tiles), self._order, tile_bytes)
         self._sessions[session] = Holdings(session, terms, arena)
         for target in files:

@@ -57,6 +57,11 @@ class ShardedAdam(torch.optim.Optimizer):
         for work in self._works:
             self._initialise(work)
 
+    def gradient_bytes(self) -> int:
+        """Bytes of the accumulated gradients: in this rank's own memory, outside any daemon's budget."""
+        shards = [zero.grad_shard for sub in self._subgroups for zero, _ in sub.entries]
+        return sum(shard.nbytes for shard in shards if shard is not None)
+
     # ---- layout -------------------------------------------------------------------------------------------------
     def _register(self, sub: SubGroup) -> list[tuple[str, Any]]:
         kinds = (("master",) if sub.has_master else ()) + _MOMENTS
