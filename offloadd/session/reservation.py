@@ -15,6 +15,8 @@ from offloadd.session.registry import Job, Registry, Session
 
 TILE_BYTES_MIN = 64 * KIB
 TILE_BYTES_MAX = 8 * MIB
+TILE_BYTES_WORTH = 512 * KIB
+"""Smaller ones cost more in decisions than they gain in overlap."""
 TILES_PER_REGION = 64
 """A tile chosen by the daemon is about this fraction of the region: small enough to overlap, large enough to
 stream."""
@@ -140,7 +142,11 @@ def _grant(session: Session, need: Need, host_share: int) -> Grant:
 
 
 def _choose_tile(host: int, tiles: int) -> int:
+    """The largest power of two of which many fit; below TILE_BYTES_WORTH only as far as the working set demands."""
     tile = TILE_BYTES_MAX
-    while tile > TILE_BYTES_MIN and tile * max(tiles, TILES_PER_REGION) > host:
+    while tile > TILE_BYTES_MIN:
+        wanted = TILES_PER_REGION if tile > TILE_BYTES_WORTH else tiles
+        if tile * max(tiles, wanted) <= host:
+            break
         tile //= 2
     return tile
