@@ -20,7 +20,7 @@ from offloadd.wire import attach
 from tests.daemon import Daemon, running, start, until
 
 RANK = """
-import os, sys, time
+import os, signal, sys
 from offloadd.client import connect, ShardSpec, Mode
 session = connect(sys.argv[1], job="doomed", timeout_s=20)
 session.reserve(host_bytes=4 << 20, tile_bytes=256 << 10)
@@ -29,7 +29,7 @@ held = [session.fetch(shard, i, Mode.OVERWRITE).wait() for i in range(3)]
 if "fork" in sys.argv:
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        signal.pause()
         os._exit(0)
     print(child, flush=True)
 print("holding", flush=True)
