@@ -64,6 +64,7 @@ class Engine:
         """Trace invalidations when the plan in force was recorded."""
         self._boundary = False
         self._closed = False
+        self._broken = False
         params.on_modified = optimizer.refresh_masters
         params.before_fetch, params.may_prefetch = optimizer.wait, lambda: optimizer.idle
 
@@ -136,11 +137,13 @@ class Engine:
         self._grad_norm = norm.value
         if norm.nonfinite is not None:
             self._report_nonfinite(norm.nonfinite)
+        self._broken = True  # until the step is whole: taken twice, it would use the same gradient twice
         self.optimizer.apply(clip_scale(norm.value, self.config.gradient_clipping))
         self.params.refresh_persistent()
         self.reducer.new_step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        self._broken = False
         self.global_steps += 1
         self._boundary = False
 
@@ -247,3 +250,5 @@ class Engine:
     def _must_be_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
+        if self._broken:
+            raise RuntimeError("a step failed half-way, so the parameters are of no use; start again from a checkpoint")

@@ -43,7 +43,7 @@ class PrivateDaemon:
         try:
             # A child that has ended keeps its number until it is waited for, so this cannot reach a stranger.
             signal.pidfd_send_signal(process, signal.SIGTERM)
-            return bool(select.select([process], [], [], timeout_s)[0])
+            return _readable(process, timeout_s)
         except ProcessLookupError:
             return True
         finally:
@@ -117,7 +117,7 @@ def _await_ready(process: subprocess.Popen[bytes], descriptor: int, timeout_s: f
     said = b""
     while not said.endswith(b"\n"):
         remaining = deadline - time.monotonic()
-        if remaining <= 0 or not select.select([descriptor], [], [], remaining)[0]:
+        if remaining <= 0 or not _readable(descriptor, remaining):
             process.kill()
             process.wait(10)
             raise OffloadError(
@@ -133,6 +133,13 @@ def _await_ready(process: subprocess.Popen[bytes], descriptor: int, timeout_s: f
         process.wait(10)
     reason = said.decode("utf-8", "replace").strip() or _last_line(log_path)
     raise OffloadError(Code.UNAVAILABLE, f"the private daemon did not start: {reason}")
+
+
+def _readable(descriptor: int, timeout_s: float) -> bool:
+    """Not select(2), which knows no descriptor above 1023."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def _last_line(log_path: str) -> str:

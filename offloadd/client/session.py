@@ -209,9 +209,10 @@ class ClientSession:
     def _start(self, op: Op, mode: Mode, shard: int, tile: int, lease: int, title: str) -> Pending:
         pending = Pending(self, op, mode, title)
         deadline = time.monotonic() + self.timeout_s
-        while not self._submit(pending, shard, tile, lease):
-            self._turn(None, deadline, title)
+        # What was handed back goes first: a fetch of the same tile must find it stored.
         self.send_ended()
+        while self._book.ended or not self._submit(pending, shard, tile, lease):
+            self._turn(None, deadline, title)
         return pending
 
     def _submit(self, pending: Pending, shard: int, tile: int, lease: int) -> bool:

@@ -27,7 +27,7 @@ def guarded(method: _Method) -> _Method:
             return await method(self, request, context)
         except OffloadError as error:
             await refuse(context, error)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        except Exception:  # whatever it is, the client gets a typed error and the log the rest
             log.exception("%s failed", method.__name__)
             await refuse(context, OffloadError(Code.INTERNAL, "the daemon hit a bug of its own; see its log"))
         return None  # not reached: refuse aborts

@@ -8,9 +8,10 @@ Called by the gRPC services, and by the attach socket when a rank dies. Event lo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from offloadd.control.describe import counters
 from offloadd.core.clock import Clock
@@ -25,11 +26,13 @@ from offloadd.scheduler.scheduler import Scheduler
 from offloadd.session.arena import Region
 from offloadd.session.peer import Peer
 from offloadd.session.registry import Job, OpenRequest, Registry, Session
-from offloadd.session.reservation import Need, Reservations
+from offloadd.session.reservation import Grant, Need, Reservations
 from offloadd.store.placement import SwapTarget
 from offloadd.store.store import Store
 
 log = logging.getLogger("offloadd.lifecycle")
+
+_Result = TypeVar("_Result")
 
 QUIET_SECONDS_MAX = 60.0
 """Longest wait for a closing session's transfers. Beyond it the region is kept (leaked, and said so) rather than
@@ -57,6 +60,14 @@ class Doorbells(Protocol):
     def watch(self, endpoint: RingEndpoint | StreamEndpoint) -> None: ...
 
     def unwatch(self, session: int) -> None: ...
+
+
+async def _to_the_end(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run `work` to its end even if the caller goes away: half a reservation would belong to nobody."""
+    task = asyncio.get_running_loop().create_task(work)
+    # If nobody waits any more, its error is nobody's.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)
 
 
 class Lifecycle:
@@ -115,29 +126,21 @@ class Lifecycle:
 
     async def reserve(self, session: Session, need: Need, timeout_s: float, stream: bool) -> Region:
         """Grant memory and swap to all ranks of the job, or to none, and connect the session to the pump."""
-        grant = await self._reservations.reserve(session, need, timeout_s)
-        region = await asyncio.to_thread(session.job.arena.grow, grant.host_bytes)
-        if session.closing:
-            region.close()
-            raise OffloadError(Code.STALE_SESSION, f"{session.title} ended while its memory was prepared")
-        session.region = region
-        files = self._files.get(session.job)
-        if files is None:
-            files = self._files[session.job] = self._open_files(session.job)
-        self._engine.register_region(session.id, region.memory)
-        self._store.open_session(
-            session.id,
-            session.job.name,
-            session.rank,
-            session.id,
-            region.length,
-            grant.tile_bytes,
-            self._registry.swap.total,  # the registry keeps the books, and grows a session's share as it registers
-            files.targets,
-            session.weight,
-        )
-        self._scheduler.open_session(session.id, session.weight)
-        self._connect(session, region, stream)
+        return await _to_the_end(self._reserve(session, need, timeout_s, stream))
+
+    async def _reserve(self, session: Session, need: Need, timeout_s: float, stream: bool) -> Region:
+        async with session.changing:
+            self._check_open(session)
+            grant = await self._reservations.reserve(session, need, timeout_s)
+            region = await asyncio.to_thread(session.job.arena.grow, grant.host_bytes)
+            session.region = region
+            try:
+                self._check_open(session)
+                self._furnish(session, region, grant, stream)
+            except BaseException:
+                session.region = None
+                await asyncio.to_thread(region.close)
+                raise
         log.info(
             "%s: granted %s of host memory, swap: %s, tiles of %s",
             session.title,
@@ -146,6 +149,38 @@ class Lifecycle:
             human(grant.tile_bytes),
         )
         return region
+
+    def _furnish(self, session: Session, region: Region, grant: Grant, stream: bool) -> None:
+        """Files, engine, store, scheduler, endpoint: all or none."""
+        files = self._files.get(session.job)
+        if files is None:
+            files = self._files[session.job] = self._open_files(session.job)
+        with contextlib.ExitStack() as undo:
+            self._engine.register_region(session.id, region.memory)
+            undo.callback(self._engine.unregister_region, session.id)
+            self._store.open_session(
+                session.id,
+                session.job.name,
+                session.rank,
+                session.id,
+                region.length,
+                grant.tile_bytes,
+                self._registry.swap.total,  # the registry keeps the books, and grows a session's share as it registers
+                files.targets,
+                session.weight,
+            )
+            undo.callback(self._store.close_session, session.id)
+            self._scheduler.open_session(session.id, session.weight)
+            undo.callback(self._scheduler.close_session, session.id)
+            self._connect(session, region, stream)
+            undo.pop_all()
+
+    @staticmethod
+    def _check_open(session: Session) -> None:
+        if session.closing:
+            raise OffloadError(
+                Code.STALE_SESSION, f"{session.title} ended while it was being served; open a new session"
+            )
 
     def _connect(self, session: Session, region: Region, stream: bool) -> None:
         def resolve(shard: int, tile: int) -> TileKey | None:
@@ -179,23 +214,28 @@ class Lifecycle:
 
     async def register(self, session: Session, specs: Sequence[ShardSpec]) -> tuple[int, int]:
         """(number of the first shard within the session, swap bytes used)."""
-        if session.region is None:
-            raise OffloadError(Code.BAD_REQUEST, f"{session.title} must reserve before it registers shards")
-        files = self._files[session.job]
-        first = len(self._store.holdings(session.id).shards)
-        registration = self._store.prepare_registration(session.id, specs)
-        try:
-            self._registry.charge_swap(session, self._store.holdings(session.id).swap_used)
-            for file, length in registration.grow.items():
-                await asyncio.to_thread(files.grow, file, length)
-        except OffloadError:
-            self._store.abort_registration(registration)
-            raise
-        if session.closing:
-            self._store.abort_registration(registration)
-            raise OffloadError(Code.STALE_SESSION, f"{session.title} ended while its shards were registered")
-        await asyncio.wrap_future(self._store.commit_registration(registration))
-        return first, registration.swap_bytes
+        return await _to_the_end(self._register(session, specs))
+
+    async def _register(self, session: Session, specs: Sequence[ShardSpec]) -> tuple[int, int]:
+        async with session.changing:
+            self._check_open(session)
+            if session.region is None:
+                raise OffloadError(Code.BAD_REQUEST, f"{session.title} must reserve before it registers shards")
+            files = self._files[session.job]
+            first = len(self._store.holdings(session.id).shards)
+            charged = session.swap_bytes
+            registration = self._store.prepare_registration(session.id, specs)
+            try:
+                self._registry.charge_swap(session, self._store.holdings(session.id).swap_used)
+                for file, length in registration.grow.items():
+                    await asyncio.to_thread(files.grow, file, length)
+                self._check_open(session)
+            except BaseException:
+                self._store.abort_registration(registration)
+                self._registry.refund_swap(session, charged)
+                raise
+            await asyncio.wrap_future(self._store.commit_registration(registration))
+            return first, registration.swap_bytes
 
     def plan(self, session: Session, accesses: Sequence[tuple[int, int, int]], steps: int) -> None:
         """(shard, tile, mode) in numbers within the session; unknown ones are refused. `steps`: training steps that
@@ -242,8 +282,23 @@ class Lifecycle:
 
     async def _close(self, session: Session, reason: str) -> None:
         log.info("%s: session %d ends: %s", session.title, session.id, reason)
+        # Whoever waits for this rank learns it now, which also ends a Reserve of the session's own.
         self._reservations.rank_lost(session)
         self._tickets = {ticket: held for ticket, held in self._tickets.items() if held is not session}
+        async with session.changing:
+            try:
+                await self._take_down(session)
+            finally:
+                job = self._registry.forget(session)
+                try:
+                    if job is not None:
+                        await self._end_job(job)
+                finally:
+                    if not self._registry.sessions():
+                        self.idle_since_ns = self._clock.now_ns()
+                        self._empty.set()
+
+    async def _take_down(self, session: Session) -> None:
         endpoint = self._endpoints.pop(session.id, None)
         if endpoint is not None:
             self._doorbells.unwatch(session.id)
@@ -251,13 +306,7 @@ class Lifecycle:
             endpoint.close()
         region, session.region = session.region, None
         if region is not None:
-            region.close()
-        job = self._registry.forget(session)
-        if job is not None:
-            await self._end_job(job)
-        if not self._registry.sessions():
-            self.idle_since_ns = self._clock.now_ns()
-            self._empty.set()
+            await asyncio.to_thread(region.close)
 
     async def wait_empty(self, timeout_s: float) -> bool:
         """Wait until no session is left; False at the deadline."""
@@ -282,9 +331,13 @@ class Lifecycle:
     async def _end_job(self, job: Job) -> None:
         files = self._files.pop(job, None)
         if files is not None:
-            files.withdraw()
-            await asyncio.to_thread(files.remove)
-        job.arena.close()
+            try:
+                files.withdraw()
+                await asyncio.to_thread(files.remove)
+            except (OSError, ValueError):
+                # A file that a device still works on stays open until the daemon ends.
+                log.exception("job %s: its swap files could not be removed", job.name)
+        await asyncio.to_thread(job.arena.close)
         log.info("job %s: over", job.name)
 
     # ---- observation -----------------------------------------------------------------------------------------------

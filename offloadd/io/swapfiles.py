@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import stat
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -142,6 +143,8 @@ class SwapFiles:
             )
         self.job = job
         self.files: list[SwapFile] = []
+        self._lock = threading.Lock()
+        """A job's ranks grow its files at the same time, each from a thread of its own."""
         try:
             for path in paths:
                 fd = _open_unnamed(path) if job is None else _open_named(path, job)
@@ -156,8 +159,13 @@ class SwapFiles:
     def grow(self, index: int, length: int) -> None:
         """Allocate the file on path `index` up to `length` bytes. Blocking. OffloadError NO_SPACE with both figures;
         the file then keeps its old length."""
+        with self._lock:
+            self._grow(index, align_up(length, PAGE_BYTES))
+
+    def _grow(self, index: int, length: int) -> None:
+        if index >= len(self.files):
+            raise OffloadError(Code.STALE_SESSION, "the job ended while its swap file was allocated")
         file = self.files[index]
-        length = align_up(length, PAGE_BYTES)
         if length <= file.length:
             return
         try:
@@ -177,9 +185,10 @@ class SwapFiles:
 
     def close(self) -> None:
         """Close the descriptors: unnamed files are gone, named ones stay. Idempotent."""
-        for file in self.files:
-            os.close(file.fd)
-        self.files = []
+        with self._lock:
+            for file in self.files:
+                os.close(file.fd)
+            self.files = []
 
     def remove(self) -> None:
         """Close, and delete what has a name."""

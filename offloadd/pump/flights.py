@@ -6,6 +6,7 @@ Used by the other parts of the pump; the only one that talks to the engine. Open
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from offloadd.core.records import Direction, Outcome, Request, Transfer
@@ -74,20 +75,19 @@ class Flights:
             for _ in range(accepted):
                 self._outbox.popleft()
 
-    def reap(self) -> list[tuple[Flight, Outcome]]:
-        """What has ended, with its books closed. An engine with nothing in flight is asked only when it rang."""
+    def reap(self) -> Iterator[tuple[Flight, Outcome]]:
+        """What has ended, one by one: each one's books are closed just before it is given out, so that a session counts
+        as quiet only with its last. An engine with nothing in flight is asked only when it rang."""
         if not self._flights and not self.rang:
-            return []
+            return
         self.rang = False
-        landed = []
         for outcome in self._engine.reap():
             flight = self._flights.pop(outcome.id, None)
             if flight is None:
                 raise AssertionError(f"the engine completed transfer {outcome.id}, which is not in flight")
             self._land(flight)
             self._account(flight, outcome)
-            landed.append((flight, outcome))
-        return landed
+            yield flight, outcome
 
     def withdraw(self, session: int) -> None:
         """Forget the session's transfers that the engine has not accepted."""

@@ -83,6 +83,10 @@ class StreamEndpoint:
 
     def post(self, replies: Sequence[Reply]) -> None:
         self._inflight -= len(replies)
+        if len(self._outgoing) + len(replies) > OUTGOING_MAX:
+            raise OffloadError(
+                Code.BAD_REQUEST, f"session {self.session} does not read its stream: {OUTGOING_MAX} replies wait"
+            )
         self._outgoing.extend(replies)
         self._ready.set()
 

@@ -54,6 +54,8 @@ class Arena:
         """Allocate and map a new region. Takes about 0.3 s per GiB, so call it off the event loop.
         NO_HOST_BUDGET when the kernel has no memory left."""
         with self._lock:
+            if self.descriptor < 0:
+                raise OffloadError(Code.STALE_SESSION, "the job ended while memory was prepared for it")
             return self._grow(align_up(length, PAGE_BYTES))
 
     def _grow(self, length: int) -> Region:
@@ -73,4 +75,8 @@ class Arena:
         return Region(self.descriptor, offset, length)
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        """Blocking: waits for a `grow` under way, which must not go on with a descriptor that is someone else's."""
+        with self._lock:
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1

@@ -24,6 +24,7 @@ from offloadd.wire import attach as wire
 log = logging.getLogger("offloadd.attach")
 
 CONNECTIONS_MAX = 1024
+ACCEPT_PAUSE_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +92,13 @@ class AttachServer:
             accepted, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
+        except OSError as error:
+            # Out of descriptors, as a rule: look again in a while instead of spinning.
+            log.error("the attach socket cannot accept: %s", error.strerror)
+            loop, listener = asyncio.get_running_loop(), self._listener
+            loop.remove_reader(listener)
+            loop.call_later(ACCEPT_PAUSE_SECONDS, self._listen_again, listener)
+            return
         accepted.setblocking(False)
         peer = peer_of(accepted)
         refusal = ""
@@ -112,6 +120,10 @@ class AttachServer:
         loop.add_reader(accepted, self._receive, connection)
         if peer.pidfd >= 0:
             loop.add_reader(peer.pidfd, self._drop, connection)
+
+    def _listen_again(self, listener: socket.socket) -> None:
+        if self._listener is listener:
+            asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def _receive(self, connection: _Connection) -> None:
         try:

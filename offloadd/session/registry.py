@@ -6,6 +6,7 @@ granted or refused here, before a rank starts to train; the figures are in the e
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class Session:
     swap_fixed: bool = False
     """A limit on swap space was agreed on at Reserve; otherwise it is what the shards need."""
     region: Region | None = None
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the session reserves, registers or ends: one of these at a time."""
     closing: bool = False
 
     @property
@@ -213,6 +216,11 @@ class Registry:
         self.swap.check(more, session.title)
         self.swap.take(more)
         session.swap_bytes = needed
+
+    def refund_swap(self, session: Session, charged: int) -> None:
+        """A registration failed: back to what was charged before it."""
+        self.swap.take(charged - session.swap_bytes)
+        session.swap_bytes = charged
 
     def forget(self, session: Session) -> Job | None:
         """Give back what the session was promised. Returns its job if that was the last session: the job is over."""

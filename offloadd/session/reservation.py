@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from offloadd.core.errors import Code, OffloadError
-from offloadd.core.units import KIB, MIB, PAGE_BYTES, align_up, human
+from offloadd.core.units import KIB, MIB, PAGE_BYTES, REGISTRATION_CHUNK_BYTES, align_up, human
 from offloadd.session.registry import Job, Registry, Session
 
 TILE_BYTES_MIN = 64 * KIB
@@ -131,6 +131,10 @@ def _grant(session: Session, need: Need, host_share: int) -> Grant:
     # With k tiles pinned, 2k+1 tiles of room always leave a run for one more (see store.allocator).
     tiles = 2 * max(1, need.pinned_tiles) + 1
     tile = align_up(need.tile_bytes, PAGE_BYTES) if need.tile_bytes else _choose_tile(host, tiles)
+    if tile > REGISTRATION_CHUNK_BYTES:
+        raise OffloadError(
+            Code.BAD_REQUEST, f"{session.title} asks for tiles of {human(tile)}; a tile has at most 1 GiB"
+        )
     if host < tiles * tile:
         raise OffloadError(
             Code.NO_HOST_BUDGET,

@@ -22,6 +22,12 @@ from offloadd.store.residency import Shard, Tile
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
+TILE_BYTES_MIN = 16 << 10
+"""A shard's own tile size, if it asks for one: the daemon keeps a record per tile."""
+TILES_MAX = 1 << 20
+"""Tiles of one session."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
     """What a session was granted when it opened."""
@@ -198,12 +204,20 @@ class Holdings:
         for spec in specs:
             if spec.length < 0:
                 raise OffloadError(Code.BAD_REQUEST, f"{who}: register: shard {spec.name!r} has length {spec.length}")
-            if not 0 <= spec.tile_bytes <= self.terms.tile_bytes:
+            least = min(TILE_BYTES_MIN, self.terms.tile_bytes)
+            if spec.tile_bytes and not least <= spec.tile_bytes <= self.terms.tile_bytes:
                 raise OffloadError(
                     Code.BAD_REQUEST,
                     f"{who}: register: shard {spec.name!r} asks for tiles of {spec.tile_bytes} bytes, "
-                    f"the session's are {self.terms.tile_bytes}; ask for less",
+                    f"which must be between {least} and the session's {self.terms.tile_bytes}",
                 )
+        tiles = sum(-(-spec.length // self._step(spec)) for spec in specs) + sum(len(s.tiles) for s in self.shards)
+        if tiles > TILES_MAX:
+            raise OffloadError(
+                Code.BAD_REQUEST,
+                f"{who}: register: {tiles} tiles in all, {TILES_MAX} at most; use larger tiles (more host memory) or "
+                "more ranks",
+            )
         self._check_swap(specs, who)
         pinned, largest = self.memory_only, self.largest_tile
         for spec in specs:

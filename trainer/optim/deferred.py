@@ -62,9 +62,10 @@ class Deferred:
     def drain(self) -> float:
         """Return when the whole step is complete, with the seconds that took; raise what stopped it."""
         started = time.monotonic()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            # Forgotten only when it has ended: an interrupted wait leaves it to be waited for again.
+            self._thread.join()
+            self._thread = None
         self._raise()
         return time.monotonic() - started
 

@@ -6,6 +6,7 @@ shards and full parameters meet. It decides nothing about when.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from trainer.config import ConfigError
 from trainer.swap.accesslog import AccessLog
-from trainer.swap.backend import SwapBackend, SwapShard, SwapSpec, Tile
+from trainer.swap.backend import SwapBackend, SwapError, SwapShard, SwapSpec, Tile
 from trainer.zero.collectives import Collectives
 from trainer.zero.parameter import ParamState, ZeroParam
 
@@ -81,9 +82,13 @@ class ParamSet:
         self._inflight[zero] = None
 
     def cancel(self, zero: ZeroParam) -> None:
-        """Give back what was fetched for nothing."""
-        while zero.pending:
-            zero.pending.pop(0).wait().release()
+        """Give back what was fetched for nothing. Never raises, and leaves nothing half done: a fetch that failed has
+        nothing to give back, and part of a parameter must not be taken for the whole."""
+        pending = list(zero.pending)
+        zero.pending.clear()
+        for one in pending:
+            with contextlib.suppress(SwapError):
+                one.wait().release()
         self._inflight.pop(zero, None)
         zero.storage.resize_(0)
         zero.state = ParamState.NOT_AVAILABLE
