@@ -153,3 +153,26 @@ def test_each_step_drains_a_bounded_number(world: World) -> None:
     assert len(rank.replies) == 256
     assert not world.pump.step()
     assert len(rank.replies) == 300
+
+
+def test_a_session_that_ends_with_transfers_in_one_batch_takes_no_neighbours_along() -> None:
+    world = World()
+    leaving, staying = world.open(1), world.open(2)
+    tiles = world.register(1, *[PAGE] * 4)
+    other = world.register(2, PAGE)[0][0]
+    for (key,) in tiles:
+        leaving.put(key, bytes(PAGE))
+    staying_lease = staying.fetch(other, Mode.OVERWRITE).lease
+    # Four checksums of the one and one of the other, all due at the same instant: one batch of outcomes.
+    leases = [leaving.fetch(key, Mode.UPDATE).lease for (key,) in tiles]
+    for lease in leases:
+        leaving.send(Op.STORE, lease=lease)
+    stored = staying.send(Op.STORE, lease=staying_lease)
+    world.pump.step()
+    quiet: list[int] = []
+    world.pump.detach(1, quiet.append)
+    assert not quiet
+    assert staying.wait(stored).code is Code.OK
+    assert quiet == [1]
+    assert staying.fetch(other).code is Code.OK
+    world.close()
