@@ -124,9 +124,9 @@ class LifetimeConfig(_Section):
     """When the daemon ends."""
 
     private: bool = False
-    """True: started by a rank for one job; ends `grace_seconds` after its last session."""
+    """True: started by a rank for one job; ends with its last session, or `grace_seconds` after one that died."""
     grace_seconds: Annotated[float, Field(ge=0, le=3600)] = 3.0
-    """How long a private daemon stays after its last session."""
+    """How long a private daemon stays after its last session, if that ended without a goodbye."""
     first_session_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """How long a private daemon waits for its first session."""
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 20.0

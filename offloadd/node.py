@@ -73,6 +73,7 @@ class Node:
         log.info("configuration: %s", config.model_dump_json())
         if config.control.listen:
             check_loopback(config.control.listen, "control.listen")
+        _check_memory(config.memory.host_bytes)
         self._lock(config.control.socket)
         self._engine, refusals = await asyncio.to_thread(
             choose_engine, config.io.engine, config.io.driver, config.io.checksum_threads
@@ -262,7 +263,10 @@ class Node:
                 await asyncio.wait_for(self._stop.wait(), LOOK_SECONDS)
             if not lifetime.private or self._lifecycle.session_count():
                 continue
-            patience = lifetime.grace_seconds if self._lifecycle.sessions_opened else lifetime.first_session_seconds
+            patience = lifetime.first_session_seconds
+            if self._lifecycle.sessions_opened:
+                # A job that said goodbye is over; one whose ranks died may be on its way back.
+                patience = 0.0 if self._lifecycle.ended_cleanly else lifetime.grace_seconds
             if self._clock.now_ns() - self._lifecycle.idle_since_ns >= patience * 1e9:
                 log.info("no session for %g s: this private daemon ends", patience)
                 return
@@ -288,6 +292,16 @@ class Node:
     def _render(self) -> bytes:
         snapshot = self._snapshot
         return render(snapshot, self._facts) if snapshot is not None else b""
+
+
+def _check_memory(host_bytes: int) -> None:
+    """What is promised to ranks must exist."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if host_bytes > total:
+        raise ConfigError(
+            f"memory.host_bytes is {human(host_bytes)}, but this machine has {human(total)} in all; lower it, "
+            "and leave room for the ranks"
+        )
 
 
 async def _token(path: str) -> str:

@@ -101,6 +101,8 @@ class Lifecycle:
         self._empty.set()
         self.draining = False
         self.sessions_opened = 0
+        self.ended_cleanly = False
+        """The last session that ended was closed by its client."""
         self.idle_since_ns = clock.now_ns()
         """When the last session ended; the start, before the first."""
 
@@ -254,6 +256,7 @@ class Lifecycle:
         """The attach socket says that the holder of a ticket is gone."""
         session = self._tickets.pop(ticket, None)
         if session is not None:
+            self.ended_cleanly = False
             self._start_closing(session, "the rank is gone")
 
     def broken(self, session: int, error: OffloadError) -> None:
@@ -263,8 +266,10 @@ class Lifecycle:
                 log.error("%s: %s", found.title, error.message)
                 self._start_closing(found, "its ring is broken")
 
-    async def close(self, session: Session, reason: str) -> None:
-        """End a session and return when everything it held has been given back. Idempotent."""
+    async def close(self, session: Session, reason: str, clean: bool = False) -> None:
+        """End a session and return when everything it held has been given back. Idempotent. `clean`: the client asked
+        for it, so nothing of its job is to be expected again."""
+        self.ended_cleanly = clean
         await asyncio.shield(self._start_closing(session, reason))
 
     async def close_all(self, reason: str) -> None:

@@ -157,7 +157,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def CloseSession(
         self, request: control_pb2.CloseSessionRequest, context: Context
     ) -> control_pb2.CloseSessionResponse:
-        await self._lifecycle.close(self._session(request.session, context), "closed by the client")
+        await self._lifecycle.close(self._session(request.session, context), "closed by the client", clean=True)
         return control_pb2.CloseSessionResponse()
 
     @guarded

@@ -220,6 +220,7 @@ def test_a_socket_that_is_not_a_daemon_is_named(tmp_path: Path) -> None:
         ({"swap__paths": "/etc/passwd"}, "/etc/passwd cannot be used: it is not a directory"),
         ({"swap__paths": "/proc"}, "swap path /proc cannot be used"),
         ({"memory__host_bytes": "lots"}, "memory.host_bytes = 'lots'"),
+        ({"memory__host_bytes": "900TiB"}, "this machine has .* in all; lower it"),
         ({"io__engine": "aio"}, "io.engine = 'aio'"),
         ({"control__listen": "10.1.2.3:9000"}, "not a loopback address"),
         ({"telemetry__listen": "127.0.0.1:99999"}, "telemetry.listen"),

@@ -43,6 +43,13 @@ def test_it_ends_with_its_job_and_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_after_a_goodbye_its_path_is_free_at_once(tmp_path: Path) -> None:
+    """However long it would wait for ranks that died."""
+    daemon = begin(tmp_path, **{"lifetime.grace_seconds": 60})
+    use(daemon)
+    assert until(lambda: gone(daemon), 5)
+
+
 def test_it_ends_when_nobody_ever_comes(tmp_path: Path) -> None:
     daemon = begin(tmp_path, **{"lifetime.first_session_seconds": 0.3})
     assert until(lambda: gone(daemon))

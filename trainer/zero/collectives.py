@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from trainer.zero.errors import CollectiveError
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch renamed it; the old name warns where the new one exists."""
+
 
 class Collectives(Protocol):
     """All ranks of a job. `what` names the operation in errors."""
@@ -107,7 +110,7 @@ class GroupCollectives:
             self._bounded(lambda: dist.all_reduce(matrix, async_op=True), what)
             return matrix[self.rank]
         row = matrix.new_empty(matrix.shape[1])
-        self._bounded(lambda: dist.reduce_scatter_tensor(row, matrix.view(-1), async_op=True), what)
+        self._bounded(lambda: _reduce_scatter(row, matrix.view(-1), async_op=True), what)
         return row
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
