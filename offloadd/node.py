@@ -284,7 +284,8 @@ class Node:
 
     def _tick(self) -> None:
         self._heartbeat.beat()
-        self._snapshot = self._pump.snapshot()
+        if self._config.telemetry.listen:  # nobody else looks at it
+            self._snapshot = self._pump.snapshot()
 
     def _describe(self) -> dict[str, Any]:
         return describe(self._facts, self._registry, self._pump.snapshot(), self._heartbeat.ready)

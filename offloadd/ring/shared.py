@@ -19,8 +19,7 @@ from offloadd.ring.validate import Resolve, Validator
 from offloadd.wire.layout import ENTRY_BYTES, RING_ENTRIES, pack_reply, unpack_submissions
 from offloadd_native import Ring, RingCorrupt, ring_bytes
 
-_F_ADD_SEALS = 1033
-_SEALS = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class RingEndpoint:
@@ -32,7 +31,7 @@ class RingEndpoint:
         self.descriptor = os.memfd_create("offloadd-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, 2 * queue)
         os.posix_fallocate(self.descriptor, 0, 2 * queue)
-        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self.descriptor, 2 * queue)
         self._map.madvise(mmap.MADV_DONTFORK)
         memory = memoryview(self._map)

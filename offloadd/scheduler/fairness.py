@@ -25,10 +25,6 @@ class Windows:
         """The path's window in bytes."""
         return self._limits.get(path, WINDOW_DEFAULT_BYTES)
 
-    def set_limit(self, path: int, limit: int) -> None:
-        """Change a window; what is in flight stays in flight."""
-        self._limits[path] = limit
-
     def has_room(self, path: int, length: int) -> bool:
         """Whether `length` more bytes may go. A path with nothing in flight takes a transfer of any size."""
         inflight = self._inflight.get(path, 0)

@@ -17,9 +17,6 @@ import threading
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.units import PAGE_BYTES, align_up, human
 
-_F_ADD_SEALS = 1033
-_F_SEAL_SHRINK = 0x0002
-
 
 class Region:
     """A session's part of the arena, mapped in the daemon until `close`."""
@@ -46,7 +43,7 @@ class Arena:
 
     def __init__(self, name: str) -> None:
         self.descriptor = os.memfd_create(f"offloadd-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._length = 0
         self._lock = threading.Lock()
 

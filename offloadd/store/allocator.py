@@ -115,10 +115,6 @@ class SlotAllocator:
         left, right = self.free.neighbours(start, length)
         return left + length + right
 
-    def largest_possible(self) -> int:
-        """The largest slot that this region can ever give."""
-        return min(self.bytes, self.chunk_bytes)
-
 
 class ExtentAllocator:
     """Extents of one swap file: out of what was freed first, else at its end."""

@@ -14,7 +14,6 @@ from offloadd.core.errors import Code, OffloadError, known_code
 from offloadd.wire.layout import API_VERSION, ATTACH_MAGIC
 
 MESSAGE_BYTES_MAX = 1024
-SECRET_BYTES = 32
 ATTACH_DESCRIPTORS = 4
 
 _REQUEST = struct.Struct("<8sBI")
