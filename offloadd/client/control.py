@@ -73,7 +73,8 @@ class ControlClient:
     def call(self, method: Callable[..., _Response], request: _Request, timeout_s: float | None = None) -> _Response:
         """One unary call; OffloadError for every failure."""
         try:
-            return method(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+            patience = self._timeout_s if timeout_s is None else timeout_s
+            return method(request, timeout=patience, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.where) from None
 

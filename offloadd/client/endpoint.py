@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 
 from offloadd.core.errors import ConfigError
@@ -42,6 +43,20 @@ def parse(text: str) -> Endpoint:
         check_loopback(address, f"endpoint {text!r}")
         return Endpoint(text, address=address)
     raise ConfigError(f"endpoint {text!r} is not understood; {_HINT}")
+
+
+TIMEOUT_SECONDS_MAX = 86_400.0
+"""A day: beyond it a wait is a hang, and not a bound."""
+
+
+def check_timeout(timeout_s: float, what: str) -> float:
+    """The same number. ConfigError unless it is a time that can be waited for; `what` names it."""
+    if not (math.isfinite(timeout_s) and 0 < timeout_s <= TIMEOUT_SECONDS_MAX):
+        raise ConfigError(
+            f"{what} is {timeout_s:g} s, which cannot be waited for; give more than 0 and at most "
+            f"{TIMEOUT_SECONDS_MAX:g} s"
+        )
+    return timeout_s
 
 
 def check_loopback(address: str, what: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from offloadd.client.endpoint import check_timeout
 from offloadd.core.errors import Code, ConfigError, OffloadError
 
 _LOG_TAIL_BYTES = 4000
@@ -36,6 +37,7 @@ class PrivateDaemon:
     def stop(self, timeout_s: float) -> bool:
         """Ask it to end as soon as its last session has, and wait at most `timeout_s` for that, so that its paths are
         free for the next one. False: it still runs, and will end by itself."""
+        check_timeout(timeout_s, "timeout_s of the daemon's end")
         try:
             process = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -53,6 +55,7 @@ class PrivateDaemon:
 def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_s: float = 60.0) -> PrivateDaemon:
     """Start a daemon and wait until it is ready. `paths` may be relative. `settings` maps 'section.field' to a value.
     OffloadError with the daemon's own sentence if it refuses to start."""
+    check_timeout(timeout_s, "timeout_s of the daemon's start")
     # The daemon works in '/', so that it keeps no file system busy.
     paths = [os.path.abspath(path) for path in paths if path]
     if not paths:

@@ -18,7 +18,7 @@ from importlib import metadata
 
 from offloadd.client.channel import Buffer, Channel, RingChannel, StreamChannel
 from offloadd.client.control import ControlClient
-from offloadd.client.endpoint import parse
+from offloadd.client.endpoint import check_timeout, parse
 from offloadd.client.failure import explain
 from offloadd.client.lease import Lease, LeaseBook, Slot
 from offloadd.core.errors import Code, OffloadError
@@ -56,6 +56,8 @@ class Pending:
 
     def wait(self, timeout_s: float | None = None) -> Slot:
         """The slot of a FETCH. OffloadError names job, rank, shard and what to do."""
+        if timeout_s is not None:
+            check_timeout(timeout_s, f"timeout_s of {self.title}")
         completion = self.session.await_completion(self, timeout_s)
         return self.session.lend(self, completion)
 
@@ -105,7 +107,7 @@ class ClientSession:
         """Ask for memory and swap space, together with all ranks of the job on this node, once, before step 1.
         host_bytes 0: an equal share; swap_bytes 0: what the shards need; tile_bytes 0: the daemon chooses.
         `pinned_tiles`: most tiles held at once."""
-        wait = self.timeout_s if timeout_s is None else timeout_s
+        wait = self.timeout_s if timeout_s is None else check_timeout(timeout_s, "timeout_s of reserve")
         request = control_pb2.ReserveRequest(
             session=self._ref,
             host_bytes=host_bytes,
@@ -187,6 +189,8 @@ class ClientSession:
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when everything stored is on disk and synced; raise the first failure of a store."""
+        if timeout_s is not None:
+            check_timeout(timeout_s, "timeout_s of flush")
         self.await_completion(self._start(Op.FLUSH, Mode.READ, 0, 0, 0, "flush"), timeout_s)
         self.raise_deferred()
 
@@ -398,6 +402,7 @@ def connect(
     token_file: str | None = None,
 ) -> ClientSession:
     """Open a session with the daemon at `endpoint`. OffloadError, one sentence, for whatever stands against it."""
+    check_timeout(timeout_s, "timeout_s of connect")
     control = ControlClient(parse(endpoint), token_file, timeout_s, metadata.version("offloadd"))
     try:
         request = control_pb2.OpenSessionRequest(

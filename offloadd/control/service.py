@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable
@@ -90,7 +91,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             local_world_size=request.local_world_size,
             host_bytes_min=request.host_bytes_min,
             swap_bytes_min=request.swap_bytes_min,
-            weight=request.weight,
+            weight=_number(request.weight, "weight"),
         )
         session = await self._lifecycle.open(opening, uid, peer, request.ticket)
         return control_pb2.OpenSessionResponse(
@@ -103,7 +104,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         need = Need(
             request.host_bytes, request.swap_bytes, request.tile_bytes, request.pinned_tiles, request.fingerprint
         )
-        timeout_s = min(max(request.timeout_s, 0.1), TIMEOUT_SECONDS_MAX)
+        timeout_s = min(max(_number(request.timeout_s, "timeout_s"), 0.1), TIMEOUT_SECONDS_MAX)
         region = await self._lifecycle.reserve(session, need, timeout_s, self._authenticator.over_tcp(context))
         return control_pb2.ReserveResponse(
             host_bytes=region.length,
@@ -168,6 +169,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     def _session(self, reference: control_pb2.SessionRef, context: Context) -> Session:
         self._authenticator.check_token(context)
         return self._lifecycle.authenticate(reference.session, reference.secret)
+
+
+def _number(value: float, what: str) -> float:
+    """BAD_REQUEST for what is no number at all, or has no end."""
+    if not math.isfinite(value):
+        raise OffloadError(Code.BAD_REQUEST, f"{what} is {value}; give a finite number")
+    return value
 
 
 def hello(engine: str, driver: str, paths: list[str], private: bool) -> control_pb2.HelloResponse:

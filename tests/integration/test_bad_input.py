@@ -42,6 +42,7 @@ from torch import nn
 import trainer
 from offloadd.client import Code, Mode, OffloadError, ShardSpec, connect
 from offloadd.core.units import KIB, MIB
+from offloadd.wire.pb import control_pb2
 from tests.daemon import ROOT, running, start, until
 from tests.integration.test_restricted import round_trip
 from tests.numerics.parity.world import spawn
@@ -210,6 +211,20 @@ def test_without_the_native_module_one_sentence_says_how_to_build_it(module: str
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 1
     assert re.search(r"native module is not built .*pip install", done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_without_an_end_is_refused_by_the_daemon_too(number: float) -> None:
+    """Whatever another client may send."""
+    with running() as daemon:
+        with pytest.raises(OffloadError, match=rf"weight is {number}; give a finite number"):
+            connect(daemon.endpoint, weight=number, timeout_s=10)
+        session = connect(daemon.endpoint, timeout_s=10)
+        reserve = control_pb2.ReserveRequest(session=session._ref, host_bytes=4 * MIB, timeout_s=number)
+        with pytest.raises(OffloadError, match=rf"timeout_s is {number}; give a finite number") as caught:
+            session.control.call(session.control.stub.Reserve, reserve, 10)
+        assert caught.value.code is Code.BAD_REQUEST
+        session.close()
 
 
 # ---- ranks together --------------------------------------------------------------------------------------------------

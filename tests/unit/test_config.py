@@ -33,6 +33,9 @@ def test_sizes_take_units(text: object, size: int) -> None:
         ("[io]\nengine = 'aio'\n", r"io.engine = 'aio' in .*'auto', 'uring', 'threads' or 'null'"),
         ("version = 2\n", r"version = 2"),
         ("[io\n", r"not valid TOML"),
+        ("[session]\nslot_wait_seconds = nan\n", r"session.slot_wait_seconds = nan in .*finite number"),
+        ("[lifetime]\ndrain_seconds = inf\n", r"lifetime.drain_seconds = inf in .*: Input should be"),
+        ("[lifetime]\ngrace_seconds = -1\n", r"lifetime.grace_seconds = -1 in .*: Input should be"),
     ],
 )
 def test_a_bad_file_gets_one_sentence(tmp_path: Path, toml: str, sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from offloadd.client import PrivateDaemon, connect, start_private
 from offloadd.client.endpoint import parse
 from offloadd.core.errors import ConfigError
 
@@ -31,3 +32,17 @@ def test_a_loopback_endpoint_has_an_address() -> None:
 def test_anything_else_is_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse(text)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 0.0, 1e9])
+def test_a_time_that_cannot_be_waited_for_is_one_sentence_before_anything_is_tried(timeout_s: float) -> None:
+    calls = [
+        lambda: connect("unix:///nowhere/o.sock", timeout_s=timeout_s),
+        lambda: start_private(["/nowhere"], {}, timeout_s),
+        lambda: PrivateDaemon("unix:///nowhere/o.sock", 1, "/nowhere").stop(timeout_s),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ConfigError, match=r"timeout_s of .* is \S+ s, which cannot be waited for; give more than 0"
+        ):
+            call()
