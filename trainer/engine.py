@@ -67,6 +67,7 @@ class Engine:
         self._broken = False
         params.on_modified = optimizer.refresh_masters
         params.before_fetch, params.may_prefetch = optimizer.wait, lambda: optimizer.idle
+        reducer.on_reduced = optimizer.reduced
 
     # ---- the step -----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +101,8 @@ class Engine:
             # lasts from here to the next time.
             self.optimizer.drain()
             self._plan()
+        if (self.micro_steps + 1) % self.batch.accumulation == 0:
+            self.optimizer.begin_backward()
         scaled = loss / self.batch.accumulation if self.batch.accumulation > 1 else loss
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -121,6 +124,7 @@ class Engine:
         self.reducer.forget()
         self.reducer.new_step()
         self.coordinator.abort()
+        self._broken = self.optimizer.abandon()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` will update the parameters."""
@@ -160,10 +164,14 @@ class Engine:
 
     def _plan(self) -> None:
         """Record two whole steps once the trace holds, then tell the backends; again after it stopped holding."""
-        trace, access_log = self.coordinator.trace, self._access_log
+        trace, access_log, early = self.coordinator.trace, self._access_log, self.optimizer.early
         if not trace.settled:
             access_log.stop()
+            if early is not None:
+                early.learn()
         elif self._planned_for != trace.invalidations:
+            if early is not None and not early.settle():
+                return
             self._planned_for = trace.invalidations
             access_log.restart()
         else:
@@ -228,6 +236,7 @@ class Engine:
             "live_parameter_bytes": self.params.live_bytes(),
             "access_plans": self._access_log.plans,
             "gradient_bytes": self.optimizer.gradient_bytes(),
+            "early_updates": self.optimizer.early.taken if self.optimizer.early is not None else 0,
         }
 
     def close(self) -> None:
@@ -237,7 +246,7 @@ class Engine:
             return
         self._closed = True
         try:
-            self.optimizer.drain()
+            self.optimizer.close()
         finally:
             self._hooks.remove()
             try:

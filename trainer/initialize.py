@@ -107,6 +107,7 @@ def _build(
         update=choose_update(torch_adam),
         grad_dtype=_dtype(config.data_types.grad_accum_dtype),
         overlap=config.offloadd.overlap_step and "nvme" in devices,
+        early=config.offloadd.update_in_backward,
     )
     buckets = plan_buckets(params.params, zero_config.reduce_bucket_size, _dtype(config.communication_data_type))
     watched = [zero for zero in params.params if zero.param.requires_grad]

@@ -110,3 +110,7 @@ class OffloaddConfig(Block):
     overlap_step: bool = True
     """With anything on nvme: the optimizer updates each parameter while the next forward runs up to it. Same bits; an
     error of the update is raised by the call that needs it."""
+    update_in_backward: bool = False
+    """With overlap_step and no gradient clipping: begin the update of the last layers while backward runs, as soon as
+    their gradients are complete. Same bits; but learning rates must be set before engine.backward(), and a backward
+    that raises leaves the engine unusable. A smaller reduce_bucket_size lets it begin earlier."""

@@ -123,6 +123,11 @@ def unsupported(config: TrainerConfig) -> list[str]:
         found.append("aio.use_gds is not supported yet")
     if config.checkpoint.writer is not None or config.checkpoint.load_universal:
         found.append("checkpoint.writer and checkpoint.load_universal are not supported yet")
+    if config.offloadd.update_in_backward and config.gradient_clipping:
+        found.append(
+            "offloadd.update_in_backward works without clipping only, as the norm is not known before backward is "
+            f"over; set gradient_clipping to 0 instead of {config.gradient_clipping:g}"
+        )
     if config.optimizer is not None:
         found += _optimizer_refusals(config.optimizer)
     return found + refusals(config.zero_optimization)

@@ -1,14 +1,15 @@
-"""Updates that overlap the next forward: one thread works through a step's tiles while the rank already goes on.
+"""Updates beside the rank's own work: a thread works through a step's tiles while forward, or backward, goes on.
 
 Owned by `ShardedAdam`. The results are those of updating at once: whoever needs a parameter waits until its tiles are
-done, and nothing of the next backward begins before all are. The thread is not a daemon thread: a rank that ends
-finishes its step first.
+done, and nothing of the next backward begins before all are. The thread lives while there is work, so that nobody has
+to be told when it is over, and it is not a daemon thread: a rank that ends finishes what it has begun.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,30 +18,45 @@ from trainer.zero.parameter import ZeroParam
 
 
 class Runner(Protocol):
-    """Updates works in order and says when each is done."""
+    """Updates what `take` gives, until it gives nothing, and says when each is done."""
 
-    def __call__(self, works: Sequence[Work], done: Callable[[Work], None]) -> None: ...
+    def __call__(self, take: Callable[[], Work | None], done: Callable[[Work], None]) -> None: ...
 
 
 class Deferred:
-    """At most one step's updates at a time."""
+    """The works of at most one step at a time, in the order given."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Runner) -> None:
+        self._run = run
         self._condition = threading.Condition()
+        self._queue: deque[Work] = deque()
         self._missing: dict[ZeroParam, int] = {}
         """Works that each parameter still waits for."""
         self._thread: threading.Thread | None = None
+        """While it runs. It takes itself off."""
         self._failure: BaseException | None = None
 
-    def start(self, works: Sequence[Work], run: Runner) -> None:
-        """Begin in the background. The step before must have been drained."""
-        if self._thread is not None:
-            raise AssertionError("an optimizer step began before the last one was complete")
-        for work in works:
-            for zero in {piece.zero for piece in work.pieces}:
-                self._missing[zero] = self._missing.get(zero, 0) + 1
-        self._thread = threading.Thread(target=self._run, args=(works, run), name="trainer-step")
-        self._thread.start()
+    def add(self, works: Sequence[Work]) -> None:
+        """Queue behind what is there, and see that somebody works."""
+        if not works:
+            return
+        with self._condition:
+            for work in works:
+                for zero in work.params:
+                    self._missing[zero] = self._missing.get(zero, 0) + 1
+            self._queue.extend(works)
+            if self._thread is None and self._failure is None:
+                self._thread = threading.Thread(target=self._work, name="trainer-step")
+                self._thread.start()
+
+    def take_back(self) -> list[Work]:
+        """What is queued and not begun is queued no more."""
+        with self._condition:
+            works = list(self._queue)
+            self._queue.clear()
+            for work in works:
+                self._forget(work)
+        return works
 
     @property
     def idle(self) -> bool:
@@ -51,41 +67,50 @@ class Deferred:
         """Return when the parameter's shard is complete, with the seconds that took; raise what stopped its update."""
         if zero not in self._missing and self._failure is None:
             return 0.0
+        return self._until(lambda: zero not in self._missing, zero in self._missing)
+
+    def drain(self) -> float:
+        """Return when everything queued is complete, with the seconds that took; raise what stopped it."""
+        return self._until(lambda: self._thread is None, True)
+
+    def _until(self, complete: Callable[[], bool], failed_with_it: bool) -> float:
         started = time.monotonic()
         with self._condition:
             # Not forever: every fetch and store of the thread has a deadline of its own, and its end wakes us.
-            self._condition.wait_for(lambda: zero not in self._missing or self._failure is not None)
-            if zero in self._missing:
-                self._raise()
+            self._condition.wait_for(lambda: complete() or self._failure is not None)
+            if self._failure is not None and failed_with_it:
+                self._condition.wait_for(lambda: self._thread is None)
+                raise self._failure
         return time.monotonic() - started
 
-    def drain(self) -> float:
-        """Return when the whole step is complete, with the seconds that took; raise what stopped it."""
-        started = time.monotonic()
-        if self._thread is not None:
-            # Forgotten only when it has ended: an interrupted wait leaves it to be waited for again.
-            self._thread.join()
-            self._thread = None
-        self._raise()
-        return time.monotonic() - started
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self, works: Sequence[Work], run: Runner) -> None:
+    def _work(self) -> None:
         try:
-            run(works, self._done)
+            while True:
+                self._run(self._take, self._done)
+                with self._condition:
+                    if not self._queue:
+                        self._ended(None)
+                        return
         except BaseException as error:
             # Kept for whoever waits: a step that is half done stops every later use of the engine.
             with self._condition:
-                self._failure = error
-                self._condition.notify_all()
+                self._ended(error)
+
+    def _ended(self, failure: BaseException | None) -> None:
+        self._failure, self._thread = failure, None
+        self._condition.notify_all()
+
+    def _take(self) -> Work | None:
+        with self._condition:
+            return self._queue.popleft() if self._queue else None
 
     def _done(self, work: Work) -> None:
         with self._condition:
-            for zero in {piece.zero for piece in work.pieces}:
-                self._missing[zero] -= 1
-                if not self._missing[zero]:
-                    del self._missing[zero]
+            self._forget(work)
             self._condition.notify_all()
+
+    def _forget(self, work: Work) -> None:
+        for zero in work.params:
+            self._missing[zero] -= 1
+            if not self._missing[zero]:
+                del self._missing[zero]

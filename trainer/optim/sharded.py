@@ -2,12 +2,14 @@
 
 Owned by the engine. Per tile: fetch (the next tile's fetches are started first), update, store. Without overlap, tiles
 run forwards in one step and backwards in the next, so that a cache between here and the disk finds half of what it
-kept. With overlap they run in the order in which the next forward needs them, on a thread of their own. The arithmetic
-is per element and does not depend on tiles, order, overlap or where the state lives.
+kept. With overlap they run in the order in which the next forward needs them, on a thread of their own, which may
+begin with those that it needs last while backward still runs. The arithmetic is per element and does not depend on
+tiles, order, overlap or where the state lives.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from trainer.optim.adam import Update
 from trainer.optim.deferred import Deferred
+from trainer.optim.early import EarlyWorks, Stage
 from trainer.optim.hyper import AdamHyper, hyper_of
 from trainer.optim.leases import ParamLeases
 from trainer.optim.subgroups import Piece, SubGroup, Work, plan_subgroups, plan_work
@@ -39,14 +42,20 @@ class ShardedAdam(torch.optim.Optimizer):
         update: Update,
         grad_dtype: torch.dtype | None,
         overlap: bool = False,
+        early: bool = False,
     ) -> None:
-        """`overlap`: update what is not persistent while the next forward runs."""
+        """`overlap`: update while the next forward runs. `early`: with it, begin in backward."""
         super().__init__(param_groups, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
         self.steps = 0
         """Optimizer steps taken."""
         self._param_backend, self._state_backend, self._log = param_backend, state_backend, log
         self._update = update
-        self._deferred = Deferred() if overlap else None
+        self._leases = ParamLeases(param_backend, log)
+        self._deferred = Deferred(self._run) if overlap else None
+        self._halved = False
+        """Whether a step was abandoned after part of it had been taken."""
+        self._hypers: list[AdamHyper] = []
+        """Of the step that is under way, by param_group."""
         groups = [[_zero(param) for param in group["params"]] for group in self.param_groups]
         self._subgroups = plan_subgroups(groups, sub_group_size)
         self._works = [work for sub in self._subgroups for work in plan_work(sub, self._register(sub))]
@@ -56,6 +65,11 @@ class ShardedAdam(torch.optim.Optimizer):
                 zero.grad_shard = flat[offset : offset + zero.layout.shard_numel]
         for work in self._works:
             self._initialise(work)
+        # Persistent parameters are gathered again as soon as the step returns, so theirs come first.
+        self._first = [work for work in self._works if work.subgroup.persistent]
+        self._others = [work for work in self._works if not work.subgroup.persistent]
+        self.early = EarlyWorks(self._others) if overlap and early else None
+        """What may be updated while backward runs; None: nothing."""
 
     def gradient_bytes(self) -> int:
         """Bytes of the accumulated gradients: in this rank's own memory, outside any daemon's budget."""
@@ -85,22 +99,51 @@ class ShardedAdam(torch.optim.Optimizer):
             slot.release()
 
     # ---- the step -----------------------------------------------------------------------------------------------
-    @torch.no_grad()
+    def begin_backward(self) -> None:
+        """The backward begins that completes this step's gradients. The last step is drained. What is set in
+        `param_groups` from here on comes too late for what is updated early."""
+        if self.early is not None:
+            self.early.begin()
+            self._begin(1.0)
+
+    def reduced(self, zeros: Sequence[ZeroParam]) -> None:
+        """These gradients are complete, unless something odd happens."""
+        if self.early is not None and self._deferred is not None:
+            self._deferred.add(self.early.reduced(zeros))
+
+    def abandon(self) -> bool:
+        """The step that has begun will not be taken. Returns whether parts of it were already."""
+        if self.early is not None and self._deferred is not None:
+            self._halved = self._halved or self.early.begun
+            self.early.end(len(self._deferred.take_back()))
+        return self._halved
+
     def apply(self, grad_scale: float) -> None:
         """Update every trainable shard from its accumulated gradient times `grad_scale`."""
+        early = self.early is not None and self.early.begun
+        if early and [hyper_of(group, self.steps + 1, grad_scale) for group in self.param_groups] != self._hypers:
+            raise RuntimeError(
+                "a learning rate or another hyper-parameter was changed between engine.backward() and engine.step(), "
+                "when part of the update had been done; change it before, or set offloadd.update_in_backward to false"
+            )
+        self._begin(grad_scale)
         self.steps += 1
-        hypers = [hyper_of(group, self.steps, grad_scale) for group in self.param_groups]
-
-        def run(works: Sequence[Work], done: Callable[[Work], None]) -> None:
-            self._run(works, hypers, done)
-
         if self._deferred is None:
-            run(self._works if self.steps % 2 else self._works[::-1], lambda work: None)
-            return
-        # Persistent parameters are gathered again as soon as the step returns, so theirs come first and at once.
-        now = [work for work in self._works if work.subgroup.persistent]
-        run(now, lambda work: None)
-        self._deferred.start([work for work in self._works if not work.subgroup.persistent], run)
+            rest = deque(self._works if self.steps % 2 else self._works[::-1])
+            self._run(lambda: rest.popleft() if rest else None, lambda work: None)
+            self._all_closed()
+        elif self.early is None:
+            self._deferred.add(self._first + self._others)
+        else:
+            undone = self._deferred.take_back()
+            settled = self.early.stage is Stage.SETTLED
+            self.early.end(len(undone))
+            # Once settled the order is that of the plan; in a rehearsal what was not begun is done in forward's order.
+            late = [work for work in self._others if not self.early.offered(work) or (work in undone and not settled)]
+            self._deferred.add((undone if settled else []) + self._first + late)
+
+    def _begin(self, grad_scale: float) -> None:
+        self._hypers = [hyper_of(group, self.steps + 1, grad_scale) for group in self.param_groups]
 
     @property
     def idle(self) -> bool:
@@ -109,26 +152,39 @@ class ShardedAdam(torch.optim.Optimizer):
 
     def wait(self, zero: ZeroParam) -> None:
         """Return when a parameter's update is complete."""
+        if self.early is not None:
+            self.early.gathered(zero)
         if self._deferred is not None:
             self._state_backend.waited(self._deferred.wait(zero))
 
     def drain(self) -> None:
         """Return when the last step is complete for every parameter; raise what stopped it."""
+        if self.early is not None and self.early.begun:
+            raise RuntimeError("part of this step's update is done already; call engine.step() first")
         if self._deferred is not None:
             self._state_backend.waited(self._deferred.drain())
+            self._all_closed()
+
+    def close(self) -> None:
+        """Complete the last step, and raise what stopped it. One that had begun in backward goes no further."""
+        if not self.abandon():
+            self.drain()
+        elif self._deferred is not None:
+            self._deferred.drain()
+
+    def _all_closed(self) -> None:
+        if not self._leases.all_closed():
+            raise AssertionError("an optimizer step left a parameter slot open")
 
     @torch.no_grad()
-    def _run(self, order: Sequence[Work], hypers: Sequence[AdamHyper], done: Callable[[Work], None]) -> None:
-        leases = ParamLeases(self._param_backend, self._log)
-        ahead = self._start(order[0], leases) if order else []
-        for number, work in enumerate(order):
-            states = ahead
+    def _run(self, take: Callable[[], Work | None], done: Callable[[Work], None]) -> None:
+        ahead = self._start(take())
+        while ahead is not None:
+            work, states = ahead
             # The next tile's fetches go out before this tile is computed: the disk works meanwhile.
-            ahead = self._start(order[number + 1], leases) if number + 1 < len(order) else []
-            self._update_tile(work, states, leases, hypers[work.subgroup.group])
+            ahead = self._start(take())
+            self._update_tile(work, states, self._hypers[work.subgroup.group])
             done(work)
-        if not leases.all_closed():
-            raise AssertionError("an optimizer step left a parameter slot open")
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Not for callers: the engine clips, updates and refreshes together."""
@@ -137,20 +193,22 @@ class ShardedAdam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients never stay in `param.grad`; accumulation restarts after each engine.step()."""
 
-    def _start(self, work: Work, leases: ParamLeases) -> list[Pending]:
+    def _start(self, work: Work | None) -> tuple[Work, list[Pending]] | None:
+        if work is None:
+            return None
         states = []
         for _, tile in work.states:
             self._log.note(self._state_backend, tile, "update")
             states.append(self._state_backend.fetch(tile, "update"))
         for piece in work.pieces:
-            leases.start(piece, "overwrite" if work.subgroup.has_master else "update")
-        return states
+            self._leases.start(piece, "overwrite" if work.subgroup.has_master else "update")
+        return work, states
 
-    def _update_tile(self, work: Work, states: Sequence[Pending], leases: ParamLeases, hyper: AdamHyper) -> None:
+    def _update_tile(self, work: Work, states: Sequence[Pending], hyper: AdamHyper) -> None:
         slots = [pending.wait() for pending in states]
         for piece in work.pieces:
-            self._update_piece(piece, [_part(slot.tensor, piece) for slot in slots], leases.view(piece), hyper)
-            leases.done(piece)
+            self._update_piece(piece, [_part(slot.tensor, piece) for slot in slots], self._leases.view(piece), hyper)
+            self._leases.done(piece)
         for slot in slots:
             slot.store()
 

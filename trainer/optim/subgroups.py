@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -60,6 +61,11 @@ class Work:
     states: tuple[tuple[str, Tile], ...]
     """(kind, tile) of master (if any), exp_avg, exp_avg_sq: the same range of each."""
     pieces: tuple[Piece, ...]
+
+    @cached_property
+    def params(self) -> tuple[ZeroParam, ...]:
+        """The parameters under it, each once."""
+        return tuple(dict.fromkeys(piece.zero for piece in self.pieces))
 
 
 def plan_subgroups(groups: Sequence[Sequence[ZeroParam]], numel_max: int) -> list[SubGroup]:

@@ -8,7 +8,7 @@ called by the engine when backward is over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +118,8 @@ class GradReducer:
         """The last matrix that was used up; fresh memory costs a page fault per page."""
         self._fresh = {zero: True for zero in self._home}
         """Whether this rank's accumulation buffer still holds the last step's gradient."""
+        self.on_reduced: Callable[[Sequence[ZeroParam]], None] = lambda zeros: None
+        """Told after each reduction whose gradients it completed, as far as backward has shown."""
         self.late = 0
         """Gradients that came after their bucket had left."""
         for zero in watched:
@@ -183,6 +185,7 @@ class GradReducer:
         for entry in self._buckets[number].entries:
             self._accumulate(entry, row)
         self._spare = matrix
+        self.on_reduced([entry.zero for entry in self._buckets[number].entries])
 
     def _accumulate(self, entry: Entry, row: torch.Tensor) -> None:
         zero = entry.zero

@@ -20,7 +20,8 @@ from trainer.config import TrainerConfig
 from trainer.swap.inprocess import InProcessBackend
 from trainer.swap.select import Backends, RankPlace, select_backends
 
-STEPS = 3
+STEPS = 5
+"""Two to know the order, one to rehearse updates in backward, two to follow both."""
 EPS = 1e-4
 """Large, so that Adam does not turn the rounding noise of a gradient that is really zero into whole steps."""
 
@@ -90,6 +91,13 @@ class Way:
     optimizer: str = "none"
     backends: Callable[[TrainerConfig, RankPlace], Backends] = select_backends
 
+    own: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the block `offloadd`."""
+
+    def suits(self, cell: Cell) -> bool:
+        """Whether the configuration is one that the engine takes."""
+        return not (cell.clip and self.own.get("update_in_backward"))
+
     def block(self, device: str) -> dict[str, str]:
         """The configuration of one side. The daemon is the one whose endpoint the test put in the environment."""
         endpoint = {"endpoint": os.environ[ENDPOINT_VARIABLE]} if device == "nvme" else {}
@@ -104,6 +112,7 @@ WAYS = {
     "nvme_both": Way(EAGER, "nvme", "nvme"),
     "nvme_param": Way(MIXED, "nvme", "cpu"),
     "nvme_optimizer": Way(MIXED, "cpu", "nvme"),
+    "nvme_early": Way(EAGER, "nvme", "nvme", own={"update_in_backward": True}),
 }
 """How a cell can be trained."""
 
@@ -122,7 +131,7 @@ def config_of(cell: Cell, way: Way) -> dict[str, Any]:
             "offload_optimizer": way.block(way.optimizer),
             **way.zero,
         },
-        "offloadd": {"host_bytes": NVME_HOST_BYTES, "swap_bytes": 64 << 20, "timeout_s": 60},
+        "offloadd": {"host_bytes": NVME_HOST_BYTES, "swap_bytes": 64 << 20, "timeout_s": 60} | way.own,
     }
 
 

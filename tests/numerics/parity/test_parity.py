@@ -29,8 +29,8 @@ SLICE: dict[int, list[Cell]] = {
     4: [Cell("shapes", 2, 0.05, True), Cell("borrowing")],
 }
 DAEMON_SLICE: dict[int, list[Cell]] = {
-    1: [Cell("sizes", bf16=True), Cell("tied", 2, 0.05), Cell("checkpoint_reentrant")],
-    2: [Cell("sizes"), Cell("borrowing", 2, 0.05, True)],
+    1: [Cell("sizes", bf16=True), Cell("tied", 2, 0.05), *(Cell(model, clip=0.0) for model in ZOO)],
+    2: [Cell("sizes", clip=0.0), Cell("tied", 2, 0.0, True), Cell("borrowing", 2, 0.05, True)],
     3: [Cell("shapes", 1, 0.05)],
 }
 Matrix = tuple[dict[int, list[Cell]], list[str]]
@@ -63,6 +63,7 @@ def _cases(matrix: str) -> list[object]:
         for world, cells in worlds.items()
         for cell in cells
         for way in ways
+        if WAYS[way].suits(cell)
     ]
 
 
@@ -115,6 +116,17 @@ def test_live_parameter_bytes_fall_back_after_forward(whole_world: WholeWorld) -
         live = result.of(cell)[0]["eager"]["live"]
         if cell.model != "penalised":  # Whose gradient was taken in forward and will be differentiated again.
             assert live == [0] * len(live), cell.id
+
+
+def test_updates_begin_in_backward(whole_world: WholeWorld) -> None:
+    early = {
+        cell.model: entry["nvme_early"]["statistics"]["early_updates"]
+        for cell in DAEMON_SLICE[1]
+        if cell.clip == 0.0
+        for entry in whole_world(1, "daemon").of(cell)
+    }
+    assert early["plain"] > 0
+    assert early["branching"] == 0, "whose steps do not resemble each other"
 
 
 def test_no_lease_is_left_open(whole_world: WholeWorld) -> None:

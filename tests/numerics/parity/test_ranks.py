@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 import trainer
+from tests.daemon import running
 from tests.numerics.parity.world import spawn
+from tests.numerics.parity.zoo import Encoder, batch
 from trainer.zero.errors import CollectiveError, RanksDisagree
 
 
@@ -36,8 +39,8 @@ def say(folder: Path, rank: int, what: Any) -> None:
     (folder / f"said{rank}.json").write_text(json.dumps(what))
 
 
-def ranks(world: int, target: Callable[..., None], folder: Path) -> list[Any]:
-    codes = spawn(world, target, (), folder)
+def ranks(world: int, target: Callable[..., None], folder: Path, *arguments: object) -> list[Any]:
+    codes = spawn(world, target, arguments, folder)
     errors = "\n".join(path.read_text() for path in folder.glob("error*.txt"))
     assert codes == [0] * world, errors
     return [outcome(folder, rank) for rank in range(world)]
@@ -159,6 +162,93 @@ def test_a_model_made_inside_init_is_rank_zeros_and_held_in_shards(tmp_path: Pat
     (held0, weights0, _), (held1, weights1, _) = ranks(2, _made_inside_init, tmp_path)
     assert weights0 == weights1
     assert held0 == held1 == (40 + 10 + 30 + 4) // 2
+
+
+class Edited(nn.Module):
+    """A constructor that goes through all parameters of its children, in every usual way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Encoder()
+        self.head = nn.Linear(12, 12)
+        self.tail = nn.Linear(12, 12)
+        self.head.weight = self.model.encoder.layers[0].self_attn.out_proj.weight
+        self.apply(self._initialise)
+        self.live_max = 0
+        for param in self.parameters():
+            with torch.no_grad():
+                param[0] *= 2
+            self.live_max = max(
+                self.live_max, sum(p._zero.storage.nbytes() for p in self.parameters() if is_sharded(p))
+            )
+        self.tail.weight.data.copy_(self.head.weight.data.t() + self.tail.weight.data)
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.1)
+            module.bias.data.normal_()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.model(self.tail(self.head(x)), y)
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    return hasattr(param, "_zero")
+
+
+def _made_by_editing(rank: int, world: int, folder: Path, endpoint: str, inside: bool) -> None:
+    torch.manual_seed(5 + rank)  # Only rank 0's values may count.
+    side = {"device": "nvme", "endpoint": endpoint} if endpoint else {"device": "none"}
+    config = config_of(bf16={"enabled": True})
+    config["zero_optimization"] |= {"offload_param": side, "offload_optimizer": side}
+    config["offloadd"] |= {"host_bytes": 4 << 20, "swap_bytes": 16 << 20, "timeout_s": 30}
+    with trainer.zero.Init(config=config, enabled=inside):
+        model = Edited()
+    engine = trainer.initialize(model=model, config=config).engine
+    with trainer.zero.GatheredParameters(model):
+        bits = {name: param.view(torch.int16).tolist() for name, param in model.named_parameters()}
+    losses = []
+    for number in range(3):
+        loss = engine(*batch(number, 0, rank, torch.bfloat16))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    say(folder, rank, [bits, losses, torch.rand(1).item(), model.live_max])
+    engine.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_constructor_that_edits_its_children_gives_the_same_bits_inside_init(
+    tmp_path: Path, world: int, offloaded: bool
+) -> None:
+    found = {}
+    with running() if offloaded else contextlib.nullcontext() as daemon:
+        endpoint = daemon.endpoint if daemon is not None else ""
+        for inside in (False, True):
+            (tmp_path / str(inside)).mkdir()
+            found[inside] = ranks(world, _made_by_editing, tmp_path / str(inside), endpoint, inside)
+    for outside, inside in zip(found[False], found[True], strict=True):
+        assert inside[:3] == outside[:3]
+        assert outside[3] == 0
+        assert inside[3] == 36 * 12 * 4  # The largest parameter: never two at a time.
+    assert len({json.dumps(rank[0]) for rank in found[True]}) == 1
+
+
+def _only_rank_zero_edits(rank: int, world: int, folder: Path) -> None:
+    with trainer.zero.Init(config=config_of()):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        try:
+            model[rank].weight.data.zero_()
+        except CollectiveError as error:
+            say(folder, rank, str(error))
+            os._exit(0)
+
+
+def test_ranks_that_edit_different_parameters_are_told(tmp_path: Path) -> None:
+    for said in ranks(2, _only_rank_zero_edits, tmp_path):
+        assert "the use of Linear.weight" in said or "the partition of" in said
 
 
 def _edited_on_rank_one(rank: int, world: int, folder: Path) -> None:

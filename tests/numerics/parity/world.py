@@ -72,7 +72,7 @@ def run_cells(rank: int, world: int, folder: Path, cells: Sequence[Cell], ways: 
         reference = run(cell, "reference", rank)
         entry: dict[str, Any] = {"losses": reference.losses, "norms": reference.norms}
         entry["far_from_plain"] = _far_from_plain(cell, world, reference) if rank == 0 and not cell.bf16 else []
-        for way in ways:
+        for way in [way for way in ways if WAYS[way].suits(cell)]:
             record = run(cell, way, rank)
             entry[way] = {
                 "differences": record.differences(reference),

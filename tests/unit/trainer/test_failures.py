@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,25 +52,26 @@ def test_a_step_that_failed_cannot_be_taken_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_interrupted_wait_for_the_optimizer_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    deferred = Deferred()
     go_on, ended = threading.Event(), []
 
-    def run(works: Any, done: Any) -> None:
-        go_on.wait(10)
-        ended.append(True)
+    def run(take: Any, done: Any) -> None:
+        while (work := take()) is not None:
+            go_on.wait(10)
+            ended.append(work)
+            done(work)
 
-    deferred.start([], run)
-    thread = deferred._thread
-    assert thread is not None
-    join = thread.join
+    deferred = Deferred(run)
+    work: Any = SimpleNamespace(params=())
+    deferred.add([work])
+    wait_for = deferred._condition.wait_for
 
-    def interrupted() -> None:
-        monkeypatch.setattr(thread, "join", join)
+    def interrupted(condition: Any) -> None:
+        monkeypatch.setattr(deferred._condition, "wait_for", wait_for)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(thread, "join", interrupted)
+    monkeypatch.setattr(deferred._condition, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         deferred.drain()
     go_on.set()
     deferred.drain()
-    assert ended == [True]
+    assert ended == [work]

@@ -1,0 +1,175 @@
+"""Updates that begin in backward: which, when, and what is refused while a step is half taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer
+from tests.unit.trainer.making import engine_of
+from trainer.config import ConfigError, load_config
+from trainer.optim.early import EarlyWorks
+
+NVME = {"device": "nvme", "endpoint": "unix:///nowhere"}
+ZERO = {"offload_param": NVME, "offload_optimizer": NVME, "reduce_bucket_size": 100}
+EARLY = {"gradient_clipping": 0.0, "offloadd": {"update_in_backward": True}}
+SETTLED_STEPS = 4
+"""Steps until updates begin in backward as they will from then on: two that resemble each other, and a rehearsal."""
+
+
+def works(count: int) -> tuple[list[Any], list[Any]]:
+    """A parameter each."""
+    zeros = [SimpleNamespace(name=f"p{n}") for n in range(count)]
+
+    class Hashable(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    named = [Hashable(name=zero.name) for zero in zeros]
+    return named, [Hashable(params=(zero,)) for zero in named]
+
+
+def settled(taken: int, count: int) -> tuple[EarlyWorks, list[Any], list[Any]]:
+    """After a rehearsal that got through `taken` of `count`."""
+    zeros, all_works = works(count)
+    early = EarlyWorks(all_works)
+    assert not early.settle()
+    early.begin()
+    early.reduced(zeros)
+    early.end(count - taken)
+    assert early.settle()
+    return early, zeros, all_works
+
+
+def test_nothing_is_offered_while_learning() -> None:
+    zeros, all_works = works(2)
+    early = EarlyWorks(all_works)
+    early.begin()
+    assert early.reduced(zeros) == []
+
+
+def test_a_rehearsal_offers_whatever_is_ready() -> None:
+    zeros, all_works = works(3)
+    early = EarlyWorks(all_works)
+    early.settle()
+    early.begin()
+    assert early.reduced([zeros[2], zeros[1]]) == [all_works[2], all_works[1]]
+
+
+def test_as_many_are_offered_as_the_rehearsal_got_through() -> None:
+    early, zeros, all_works = settled(2, 4)
+    early.begin()
+    assert early.reduced(zeros[:1:-1]) == [all_works[3], all_works[2]]
+    assert early.reduced(zeros[1::-1]) == []
+
+
+def test_a_parameter_whose_gradient_came_in_two_parts_is_not_offered_again() -> None:
+    zeros, all_works = works(2)
+    early = EarlyWorks(all_works)
+    early.begin()
+    early.reduced(zeros)
+    early.reduced(zeros[:1])
+    early.end(0)
+    early.settle()
+    early.begin()
+    assert early.reduced(zeros) == [all_works[1]]
+
+
+def test_a_parameter_gathered_after_its_gradient_is_not_offered_again() -> None:
+    zeros, all_works = works(2)
+    early = EarlyWorks(all_works)
+    early.begin()
+    early.reduced(zeros)
+    early.gathered(zeros[1])
+    early.end(0)
+    early.settle()
+    early.begin()
+    assert early.reduced(zeros) == [all_works[0]]
+
+
+def test_one_that_is_needed_again_after_its_update_began_is_named() -> None:
+    early, zeros, _ = settled(2, 2)
+    early.begin()
+    early.reduced(zeros)
+    with pytest.raises(RuntimeError, match="p1 is needed between its update"):
+        early.gathered(zeros[1])
+
+
+def train(engine: trainer.Engine, steps: int) -> None:
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 32)).sum())
+        engine.step()
+
+
+@pytest.fixture
+def half_taken() -> Iterator[trainer.Engine]:
+    """An engine whose next step has begun in backward."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with engine_of(model, ZERO, **EARLY) as engine:
+        train(engine, SETTLED_STEPS)
+        engine.backward(engine(torch.ones(2, 32)).sum())
+        assert engine.optimizer.early is not None
+        assert engine.optimizer.early.begun
+        yield engine
+
+
+def test_a_step_half_taken_is_completed_by_step(half_taken: trainer.Engine) -> None:
+    half_taken.step()
+    train(half_taken, 1)
+    assert half_taken.global_steps == SETTLED_STEPS + 2
+
+
+def test_an_evaluation_before_the_step_is_refused(half_taken: trainer.Engine) -> None:
+    with pytest.raises(RuntimeError, match=r"call engine\.step\(\) first"):
+        half_taken.eval()(torch.ones(2, 32))
+
+
+def test_states_half_updated_are_not_shown(half_taken: trainer.Engine) -> None:
+    with pytest.raises(RuntimeError, match=r"call engine\.step\(\) first"):
+        list(half_taken.optimizer.shard_states())
+
+
+def test_a_learning_rate_changed_too_late_is_refused(half_taken: trainer.Engine) -> None:
+    half_taken.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="changed between"):
+        half_taken.step()
+
+
+class Failing(nn.Module):
+    """Raises in backward when told to, after the layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.fail = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.layers[0](x)
+        first.register_hook(self._check)
+        last: torch.Tensor = self.layers[1](first)
+        return last
+
+    def _check(self, grad: torch.Tensor) -> None:
+        if self.fail:
+            raise ValueError("no")
+
+
+def test_a_backward_that_raises_after_updates_began_leaves_the_engine_unusable() -> None:
+    model = Failing()
+    with engine_of(model, ZERO, **EARLY) as engine:
+        train(engine, SETTLED_STEPS)
+        model.fail = True
+        with pytest.raises(ValueError, match="no"):
+            engine.backward(engine(torch.ones(2, 32)).sum())
+        with pytest.raises(RuntimeError, match="failed half-way"):
+            engine(torch.ones(2, 32))
+
+
+def test_clipping_and_updates_in_backward_exclude_each_other() -> None:
+    tree = {"train_micro_batch_size_per_gpu": 1, **EARLY, "gradient_clipping": 1.0}
+    with pytest.raises(ConfigError, match="set gradient_clipping to 0 instead of 1"):
+        load_config(tree)
