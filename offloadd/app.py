@@ -42,9 +42,10 @@ def _with_every_key(command: Any) -> Any:
 @main.command()
 @click.option("--config", "path", default=None, metavar="FILE", help="TOML file; see docs/configuration.md.")
 @click.option("--ready-fd", type=int, default=-1, hidden=True, help="Write READY here when clients may connect.")
+@click.option("--starter-fd", type=int, default=-1, hidden=True, help="pidfd of whoever starts a private daemon.")
 @click.option("--log-file", default=None, metavar="FILE", help="Log here instead of stderr.")
 @_with_every_key
-def serve(path: str | None, ready_fd: int, log_file: str | None, **flags: str | None) -> None:
+def serve(path: str | None, ready_fd: int, starter_fd: int, log_file: str | None, **flags: str | None) -> None:
     """Run until SIGTERM or SIGINT."""
     given: dict[str, object] = {
         key.replace("__", "."): None if value.lower() == "none" else value
@@ -63,7 +64,7 @@ def serve(path: str | None, ready_fd: int, log_file: str | None, **flags: str | 
     from offloadd.node import run
 
     try:
-        asyncio.run(run(config, lambda: _tell(ready_fd, "READY")))
+        asyncio.run(run(config, lambda: _tell(ready_fd, "READY"), starter_fd))
     except OffloadError as error:
         raise SystemExit(_refuse(error, ready_fd)) from None
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import secrets
+import select
 import signal
 from collections.abc import Callable
 from importlib import metadata
@@ -59,8 +60,10 @@ LOOK_SECONDS = 0.2
 class Node:
     """One daemon, from start to stop. `close` undoes whatever `start` got done, in reverse."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, starter_fd: int = -1) -> None:
+        """`starter_fd`: pidfd of the process that starts a private daemon, or -1."""
         self._config = config
+        self._starter_fd = starter_fd
         self._clock = MonotonicClock()
         self._exits = contextlib.AsyncExitStack()
         self._heartbeat = Heartbeat()
@@ -263,6 +266,9 @@ class Node:
                 await asyncio.wait_for(self._stop.wait(), LOOK_SECONDS)
             if not lifetime.private or self._lifecycle.session_count():
                 continue
+            if not self._lifecycle.sessions_opened and self._starter_ended():
+                log.info("whoever started this private daemon has ended before any session, and so does it")
+                return
             patience = lifetime.first_session_seconds
             if self._lifecycle.sessions_opened:
                 # A job that said goodbye is over; one whose ranks died may be on its way back.
@@ -270,6 +276,14 @@ class Node:
             if self._clock.now_ns() - self._lifecycle.idle_since_ns >= patience * 1e9:
                 log.info("no session for %g s: this private daemon ends", patience)
                 return
+
+    def _starter_ended(self) -> bool:
+        """Nobody else may know of this daemon before its first session."""
+        if self._starter_fd < 0:
+            return False
+        poller = select.poll()
+        poller.register(self._starter_fd, select.POLLIN)
+        return bool(poller.poll(0))
 
     async def drain(self) -> None:
         """No new sessions; give ranks `drain_seconds` to leave."""
@@ -321,9 +335,9 @@ async def _token(path: str) -> str:
     return token
 
 
-async def run(config: Config, ready: Callable[[], bool]) -> None:
+async def run(config: Config, ready: Callable[[], bool], starter_fd: int = -1) -> None:
     """Start, serve until told to stop, drain, stop. `ready` is False when whoever waited for that is gone."""
-    node = Node(config)
+    node = Node(config, starter_fd)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.request_stop)

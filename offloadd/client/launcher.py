@@ -61,9 +61,17 @@ def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_
     if not paths:
         raise ConfigError("a private daemon needs a directory for its swap files, and none was given; set nvme_path")
     directory = _make_directory()
+    try:
+        return _start_in(directory, paths, settings, timeout_s)
+    except BaseException:
+        # Ctrl-C too.
+        _remove(directory)
+        raise
+
+
+def _start_in(directory: str, paths: Sequence[str], settings: Mapping[str, object], timeout_s: float) -> PrivateDaemon:
     socket_path = os.path.join(directory, "offloadd.sock")
     log_path = os.path.join(directory, "log")
-    ready_read, ready_write = os.pipe()
     flags = {
         "control.socket": socket_path,
         "lifetime.private": "true",
@@ -71,32 +79,34 @@ def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_
         "telemetry.listen": "none",
         **settings,
     }
-    command = [sys.executable, "-m", "offloadd", "serve", f"--ready-fd={ready_write}", f"--log-file={log_path}"]
-    command += [f"--{key}={value}" for key, value in flags.items()]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("OFFLOADD_")}
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=(ready_write,),
-            env=environment,
-            cwd="/",
-        )
-    finally:
-        os.close(ready_write)
-    try:
-        _await_ready(process, ready_read, timeout_s, log_path)
-    except BaseException:
-        # Ctrl-C too: a daemon that nobody knows of would wait in vain for its first session.
-        process.kill()
-        process.wait(10)
-        _remove(directory)
-        raise
-    finally:
-        os.close(ready_read)
+    with contextlib.ExitStack() as ours:
+        ready_read, ready_write = os.pipe()
+        ours.callback(os.close, ready_read)
+        with contextlib.ExitStack() as inherited:
+            inherited.callback(os.close, ready_write)
+            # The daemon ends with this process, until it has served somebody.
+            starter = os.pidfd_open(os.getpid())
+            inherited.callback(os.close, starter)
+            command = [sys.executable, "-m", "offloadd", "serve", f"--log-file={log_path}"]
+            command += [f"--ready-fd={ready_write}", f"--starter-fd={starter}"]
+            command += [f"--{key}={value}" for key, value in flags.items()]
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(ready_write, starter),
+                env=environment,
+                cwd="/",
+            )
+        try:
+            _await_ready(process, ready_read, timeout_s, log_path)
+        except BaseException:
+            process.kill()
+            process.wait(10)
+            raise
     return PrivateDaemon(f"unix://{socket_path}", process.pid, directory)
 
 

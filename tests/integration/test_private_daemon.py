@@ -90,6 +90,34 @@ def test_it_outlives_the_kill_of_the_rank_that_started_it_and_then_ends(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_it_ends_with_whoever_started_it_and_never_came(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from offloadd.client import start_private\n"
+        f"daemon = start_private([{str(tmp_path)!r}], {SETTINGS!r})\n"
+        "print(daemon.pid, daemon.directory, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    pid, directory = starter.stdout.readline().split()
+    starter.kill()
+    starter.wait(10)
+    assert until(lambda: gone(PrivateDaemon("", int(pid), directory)))
+
+
+def test_a_daemon_that_cannot_be_started_leaves_no_directory_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="/nowhere/python"):
+        begin(tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_path_that_cannot_be_used_is_the_daemons_own_sentence(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="cannot be used: No such file") as caught:
         start_private([str(tmp_path / "missing")], SETTINGS, 30)
