@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import grpc
 
 from offloadd.core.errors import Code, OffloadError
-from offloadd.core.units import MIB
+from offloadd.core.units import MIB, human
 from offloadd.wire.failure import from_rpc_error
 from offloadd.wire.layout import ENTRY_BYTES, RING_ENTRIES, Completion, unpack_completions
 from offloadd.wire.pb import control_pb2, data_pb2, data_pb2_grpc
@@ -54,7 +54,8 @@ class Channel(Protocol):
     def before_store(self, lease: int, buffer: Buffer) -> None:
         """Called when the bytes are complete and before the STORE entry."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what the channel holds. Only when no other call is under way or will come; idempotent."""
 
 
 def _gone(where: str) -> OffloadError:
@@ -65,7 +66,9 @@ def _gone(where: str) -> OffloadError:
 
 
 class RingChannel:
-    """Ring and arena in shared memory. `liveness` is the attach connection: its end means that the daemon ended."""
+    """Ring and arena in shared memory. `liveness` is the attach connection: its end means that the daemon ended.
+
+    Owns the descriptors from the call on, even if it fails, and `liveness` once it is made."""
 
     def __init__(
         self,
@@ -79,18 +82,29 @@ class RingChannel:
         self._liveness = liveness
         arena, ring, self._submission_doorbell, self._completion_doorbell = descriptors
         offset, length = region
-        try:
-            self._arena = mmap.mmap(arena, length, offset=offset)
-            self._arena.madvise(mmap.MADV_DONTFORK)
-            size = ring_bytes(RING_ENTRIES, ENTRY_BYTES)
-            self._ring = mmap.mmap(ring, 2 * size)
-            self._ring.madvise(mmap.MADV_DONTFORK)
-        finally:
-            os.close(arena)
-            os.close(ring)
-        memory = memoryview(self._ring)
-        self._submissions = Ring(memory, 0, RING_ENTRIES, ENTRY_BYTES, generation, False)
-        self._completions = Ring(memory, size, RING_ENTRIES, ENTRY_BYTES, generation, False)
+        size = ring_bytes(RING_ENTRIES, ENTRY_BYTES)
+        with contextlib.ExitStack() as undo:
+            for doorbell in (self._submission_doorbell, self._completion_doorbell):
+                undo.callback(os.close, doorbell)
+            try:
+                self._arena = mmap.mmap(arena, length, offset=offset)
+                undo.callback(self._arena.close)
+                self._arena.madvise(mmap.MADV_DONTFORK)
+                self._ring = mmap.mmap(ring, 2 * size)
+                self._ring.madvise(mmap.MADV_DONTFORK)
+            except (OSError, ValueError) as error:
+                raise OffloadError(
+                    Code.UNAVAILABLE,
+                    f"this process cannot map the {human(length)} that the daemon at {where} lends it ({error}); raise "
+                    "its limit of address space (ulimit -v), or ask for less host memory",
+                ) from error
+            finally:
+                os.close(arena)
+                os.close(ring)
+            memory = memoryview(self._ring)
+            self._submissions = Ring(memory, 0, RING_ENTRIES, ENTRY_BYTES, generation, False)
+            self._completions = Ring(memory, size, RING_ENTRIES, ENTRY_BYTES, generation, False)
+            undo.pop_all()
         self._closed = False
 
     def submit(self, entry: bytes) -> bool:

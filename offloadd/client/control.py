@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import socket
@@ -39,6 +40,7 @@ class ControlClient:
 
     def __init__(self, endpoint: Endpoint, token_file: str | None, timeout_s: float, version: str) -> None:
         self.where = endpoint.text
+        self.passes_descriptors = bool(endpoint.path)
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self.token = _read_token(token_file) if endpoint.address else ""
@@ -52,9 +54,9 @@ class ControlClient:
         try:
             if endpoint.path:
                 self.attachment = _connect(endpoint.attach_path, timeout_s)
-                self.ticket = self._attach_call(wire.Verb.TICKET)[0].decode("ascii", "replace")
+                self.ticket = self._attach_call(wire.Verb.TICKET, b"", 0)[0].decode("ascii", "replace")
             self.hello = self._hello(version)
-        except OffloadError:
+        except BaseException:
             self.close()
             raise
 
@@ -71,30 +73,31 @@ class ControlClient:
         return hello
 
     def call(self, method: Callable[..., _Response], request: _Request, timeout_s: float | None = None) -> _Response:
-        """One unary call; OffloadError for every failure."""
+        """One unary call; OffloadError for every failure of it."""
         try:
             patience = self._timeout_s if timeout_s is None else timeout_s
             return method(request, timeout=patience, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.where) from None
+        except ValueError as error:  # grpc's word for a channel that was closed
+            raise OffloadError(Code.NO_SESSION, f"the connection to {self.where} is closed ({error})") from None
 
     def attach(self, secret: str) -> tuple[socket.socket, tuple[int, int, int, int]]:
-        """The session's descriptors, and the connection whose end is the daemon's end."""
+        """The session's descriptors, which are the caller's from now on, and the connection whose end is the daemon's
+        end, which is the caller's after `hand_over`."""
         if self.attachment is None:
             raise OffloadError(Code.BAD_REQUEST, f"descriptors cannot pass over {self.where}; use a unix: endpoint")
-        _, descriptors = self._attach_call(wire.Verb.ATTACH, secret.encode())
-        if len(descriptors) != wire.ATTACH_DESCRIPTORS:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise OffloadError(
-                Code.UNAVAILABLE,
-                f"the daemon at {self.where} passed {len(descriptors)} of {wire.ATTACH_DESCRIPTORS} descriptors; "
-                "raise the limit of open files (ulimit -n)",
-            )
+        connection = self.attachment
+        _, descriptors = self._attach_call(wire.Verb.ATTACH, secret.encode(), wire.ATTACH_DESCRIPTORS)
         arena, ring, submission, completion = descriptors
-        return self.attachment, (arena, ring, submission, completion)
+        return connection, (arena, ring, submission, completion)
 
-    def _attach_call(self, verb: wire.Verb, payload: bytes = b"") -> tuple[bytes, list[int]]:
+    def hand_over(self) -> None:
+        """The attach connection belongs to a channel now."""
+        self.attachment = None
+
+    def _attach_call(self, verb: wire.Verb, payload: bytes, expected: int) -> tuple[bytes, list[int]]:
+        """(what was answered, the `expected` descriptors that came with it)."""
         connection = self.attachment
         if connection is None:
             raise OffloadError(Code.UNAVAILABLE, f"the connection to {self.where} is closed")
@@ -111,7 +114,19 @@ class ControlClient:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        return wire.unpack_response(raw, self.where), list(descriptors)
+        with contextlib.ExitStack() as undo:
+            # They are ours as soon as they are here, whatever the message beside them says.
+            for descriptor in descriptors:
+                undo.callback(os.close, descriptor)
+            answer = wire.unpack_response(raw, self.where)
+            if len(descriptors) != expected:
+                raise OffloadError(
+                    Code.UNAVAILABLE,
+                    f"the daemon at {self.where} passed {len(descriptors)} of {expected} descriptors; raise the limit "
+                    "of open files (ulimit -n)",
+                )
+            undo.pop_all()
+        return answer, list(descriptors)
 
     def close(self) -> None:
         self.channel.close()

@@ -121,11 +121,12 @@ class ClientSession:
         granted = self.control.call(self.control.stub.Reserve, request, 2 * wait + 30)
         self.host_bytes, self.tile_bytes = granted.host_bytes, granted.tile_bytes
         self._generation = granted.generation
-        if self.control.attachment is not None:
+        if self.control.passes_descriptors:
             liveness, descriptors = self.control.attach(self._ref.secret)
             region = (granted.arena_offset, granted.host_bytes)
             where = self.control.where
             self._channel = RingChannel(where, liveness, descriptors, region, granted.generation)
+            self.control.hand_over()
         else:
             self._channel = StreamChannel(self.control.where, self.control.channel, self._ref, self.control.token)
 
@@ -195,10 +196,16 @@ class ClientSession:
         self.raise_deferred()
 
     def close(self) -> None:
-        """Leave: everything the session held returns. Idempotent."""
-        channel, self._channel = self._channel, None
+        """Leave: everything the session held returns. Idempotent. Other threads' waits end with an error."""
         if self._pid != os.getpid():
+            self._channel = None
             return
+        with self._condition:
+            channel, self._channel = self._channel, None
+            # A thread that waits in the channel, outside the lock, uses its descriptors: it closes them when it is
+            # out. Closed under it their numbers could be someone else's by then.
+            in_use = self._reaping
+            self._condition.notify_all()
         if self._ref.secret:
             # If the daemon is gone, so is everything that could be given back.
             with contextlib.suppress(OffloadError):
@@ -206,7 +213,7 @@ class ClientSession:
                 request = control_pb2.CloseSessionRequest(session=self._ref)
                 self.control.call(self.control.stub.CloseSession, request, patience)
         self._ref = control_pb2.SessionRef()
-        if channel is not None:
+        if channel is not None and not in_use:
             channel.close()
         self.control.close()
 
@@ -303,7 +310,8 @@ class ClientSession:
         lease = Lease(completion.lease, pending.title, pending.mode)
         buffer = None
         if completion.length:
-            buffer = self._live_channel().buffer(completion.lease, completion.offset, completion.length)
+            with self._condition:
+                buffer = self._live_channel().buffer(completion.lease, completion.offset, completion.length)
         self._book.lend(lease, buffer)
         return Slot(self, self._book, lease, buffer, completion.length)
 
@@ -352,6 +360,9 @@ class ClientSession:
                 self._reaping = False
                 self._dispatch(arrived)
                 self._condition.notify_all()
+                left = self._channel is not channel
+            if left:
+                channel.close()  # the session was closed meanwhile, and this thread is the last to use it
 
     def _dispatch(self, arrived: list[Completion]) -> None:
         if arrived:
@@ -417,7 +428,7 @@ def connect(
             weight=weight,
         )
         opened = control.call(control.stub.OpenSession, request)
-    except OffloadError:
+    except BaseException:
         control.close()
         raise
     return ClientSession(control, opened, rank, timeout_s)

@@ -218,7 +218,11 @@ def _open_unnamed(path: SwapPath) -> int:
     # File systems without O_TMPFILE: a name for an instant.
     name = os.path.join(path.directory, f".offloadd-{os.getpid()}-{os.urandom(8).hex()}")
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600)
-    os.unlink(name)
+    try:
+        os.unlink(name)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -236,5 +240,9 @@ def _open_named(path: SwapPath, job: str) -> int:
                 raise _unusable(path.directory, f"its directory {name} belongs to user {os.fstat(parent).st_uid}")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if path.direct else 0)
         fd = os.open(FILE_NAME, flags, 0o600, dir_fd=parent)
-        os.fsync(parent)  # the name must survive what the file is meant to survive
+        try:
+            os.fsync(parent)  # the name must survive what the file is meant to survive
+        except BaseException:
+            os.close(fd)
+            raise
         return fd

@@ -27,23 +27,38 @@ class RingEndpoint:
 
     def __init__(self, session: int, generation: int, resolve: Resolve, clock: Clock) -> None:
         self.session = session
-        queue = ring_bytes(RING_ENTRIES, ENTRY_BYTES)
-        self.descriptor = os.memfd_create("offloadd-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, 2 * queue)
-        os.posix_fallocate(self.descriptor, 0, 2 * queue)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        self._map = mmap.mmap(self.descriptor, 2 * queue)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        memory = memoryview(self._map)
-        self._submissions = Ring(memory, 0, RING_ENTRIES, ENTRY_BYTES, generation, True)
-        self._completions = Ring(memory, queue, RING_ENTRIES, ENTRY_BYTES, generation, True)
-        self.submission_doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.completion_doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        with contextlib.ExitStack() as undo:
+            try:
+                self._open(generation, undo)
+            except OSError as error:
+                raise OffloadError(
+                    Code.UNAVAILABLE,
+                    f"the daemon cannot make a ring for session {session}: {error.strerror}; raise its limit of open "
+                    "files (ulimit -n), or free memory on this node",
+                ) from error
+            undo.pop_all()
         self._validator = Validator(session, generation, resolve)
         self._clock = clock
         self._inflight = 0
         self._refused: deque[Reply] = deque()
         self._closed = False
+
+    def _open(self, generation: int, undo: contextlib.ExitStack) -> None:
+        queue = ring_bytes(RING_ENTRIES, ENTRY_BYTES)
+        self.descriptor = os.memfd_create("offloadd-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        undo.callback(os.close, self.descriptor)
+        os.ftruncate(self.descriptor, 2 * queue)
+        os.posix_fallocate(self.descriptor, 0, 2 * queue)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self.submission_doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        undo.callback(os.close, self.submission_doorbell)
+        self.completion_doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        undo.callback(os.close, self.completion_doorbell)
+        self._map = mmap.mmap(self.descriptor, 2 * queue)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        memory = memoryview(self._map)
+        self._submissions = Ring(memory, 0, RING_ENTRIES, ENTRY_BYTES, generation, True)
+        self._completions = Ring(memory, queue, RING_ENTRIES, ENTRY_BYTES, generation, True)
 
     def descriptors(self) -> tuple[int, int, int]:
         """Ring memfd, submission doorbell, completion doorbell: what the client is sent."""
@@ -93,7 +108,10 @@ class RingEndpoint:
         if taken != len(replies):
             # Room was kept for every accepted request, so only a client that moved the indices gets here.
             raise OffloadError(
-                Code.BAD_REQUEST, f"session {self.session} moved its completion queue's indices; it is closed"
+                Code.BAD_REQUEST,
+                f"session {self.session} has left all {RING_ENTRIES} completions of its ring unread, so that "
+                f"{len(replies) - taken} more have no room (or it overwrote the ring's indices); it is closed: a "
+                "client must reap completions before it asks for more",
             )
         if sleeping:
             with contextlib.suppress(BlockingIOError):

@@ -53,7 +53,9 @@ class StreamEndpoint:
             raise OffloadError(Code.BAD_REQUEST, f"session {self.session}: {error}") from error
         if self._inflight + len(entries) > RING_ENTRIES:
             raise OffloadError(
-                Code.BAD_REQUEST, f"session {self.session} has more than {RING_ENTRIES} requests in flight"
+                Code.BAD_REQUEST,
+                f"session {self.session} has {self._inflight + len(entries)} requests in flight, {RING_ENTRIES} at "
+                "most; it is closed: a client must wait for completions before it asks for more",
             )
         for entry in entries:
             self._inflight += 1
@@ -85,7 +87,9 @@ class StreamEndpoint:
         self._inflight -= len(replies)
         if len(self._outgoing) + len(replies) > OUTGOING_MAX:
             raise OffloadError(
-                Code.BAD_REQUEST, f"session {self.session} does not read its stream: {OUTGOING_MAX} replies wait"
+                Code.BAD_REQUEST,
+                f"session {self.session} does not read its stream: {OUTGOING_MAX} replies wait; it is closed: a client "
+                "must read completions before it asks for more",
             )
         self._outgoing.extend(replies)
         self._ready.set()

@@ -14,10 +14,11 @@ import logging
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offloadd.core.errors import Code, OffloadError
+from offloadd.core.errors import Code, ConfigError, OffloadError
 from offloadd.session.peer import Peer, peer_of
 from offloadd.wire import attach as wire
 
@@ -25,6 +26,20 @@ log = logging.getLogger("offloadd.attach")
 
 CONNECTIONS_MAX = 1024
 ACCEPT_PAUSE_SECONDS = 0.5
+
+
+def remove_stale(path: str) -> None:
+    """Remove the socket of a daemon that has died; whoever calls holds the lock. ConfigError for anything else."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{path} is there and is not a socket; remove it, or choose another control.socket")
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"cannot replace {path}: {error.strerror}; remove it, or choose another control.socket"
+        ) from error
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +71,18 @@ class AttachServer:
         self._listener: socket.socket | None = None
 
     def start(self, mode: int) -> None:
+        """ConfigError, one sentence, if nobody can listen there."""
+        remove_stale(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-        listener.bind(self._path)
-        os.chmod(self._path, mode)
-        listener.listen(128)
+        try:
+            listener.bind(self._path)
+            os.chmod(self._path, mode)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {self._path}: {error.strerror}; choose another control.socket"
+            ) from error
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
@@ -99,27 +120,40 @@ class AttachServer:
             loop.remove_reader(listener)
             loop.call_later(ACCEPT_PAUSE_SECONDS, self._listen_again, listener)
             return
-        accepted.setblocking(False)
-        peer = peer_of(accepted)
-        refusal = ""
+        try:
+            self._admit(accepted)
+        except OSError as error:
+            # It went away at once, or the kernel can watch no more descriptors: its own affair alone.
+            log.error("the attach socket cannot serve a connection: %s", error.strerror)
+
+    def _admit(self, accepted: socket.socket) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(accepted.close)
+            accepted.setblocking(False)
+            peer = peer_of(accepted)
+            undo.callback(peer.close)
+            refusal = self._refusal(peer)
+            if refusal:
+                self._send(accepted, wire.pack_response(Code.WRONG_USER, refusal.encode()))
+                return
+            connection = _Connection(accepted, peer, secrets.token_hex(16))
+            loop = asyncio.get_running_loop()
+            loop.add_reader(accepted, self._receive, connection)
+            undo.callback(loop.remove_reader, accepted)
+            if peer.pidfd >= 0:
+                loop.add_reader(peer.pidfd, self._drop, connection)
+            self._connections[connection.ticket] = connection
+            undo.pop_all()
+
+    def _refusal(self, peer: Peer) -> str:
         if len(self._connections) >= CONNECTIONS_MAX:
-            refusal = f"all {CONNECTIONS_MAX} connections of the attach socket are taken"
-        elif not self._allow(peer):
-            refusal = (
+            return f"all {CONNECTIONS_MAX} connections of the attach socket are taken; end some, or try again soon"
+        if not self._allow(peer):
+            return (
                 f"this daemon belongs to user {os.getuid()} and does not serve user {peer.uid}; "
                 "set control.group_access or start a daemon of your own"
             )
-        if refusal:
-            self._send(accepted, wire.pack_response(Code.WRONG_USER, refusal.encode()))
-            peer.close()
-            accepted.close()
-            return
-        connection = _Connection(accepted, peer, secrets.token_hex(16))
-        self._connections[connection.ticket] = connection
-        loop = asyncio.get_running_loop()
-        loop.add_reader(accepted, self._receive, connection)
-        if peer.pidfd >= 0:
-            loop.add_reader(peer.pidfd, self._drop, connection)
+        return ""
 
     def _listen_again(self, listener: socket.socket) -> None:
         if self._listener is listener:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -189,6 +190,7 @@ def test_a_client_that_never_reaps_is_ended_alone(daemon: Daemon) -> None:
         mad._channel.submit(pack_submission(Submission(number, 0, 0, 0, 0, mad._generation, 0)))  # type: ignore[union-attr]
     for _ in range(200):
         bystander.act()
+    assert until(lambda: re.search(r"job mad rank 0: session \d+ has left all \d+ completions", daemon.log()))
     mad.close()
     bystander.session.close()
     assert until(lambda: granted(daemon) == 0)
