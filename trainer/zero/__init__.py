@@ -3,8 +3,8 @@
 Training scripts use `Init`, `GatheredParameters` and the errors; the engine uses the rest.
 """
 
-from trainer.zero.errors import CollectiveError, ParameterNotGathered, RanksDisagree
+from trainer.zero.errors import CollectiveError, ParameterNotGathered, RanksDisagree, UsageError
 from trainer.zero.gathered import GatheredParameters
 from trainer.zero.init import Init
 
-__all__ = ["CollectiveError", "GatheredParameters", "Init", "ParameterNotGathered", "RanksDisagree"]
+__all__ = ["CollectiveError", "GatheredParameters", "Init", "ParameterNotGathered", "RanksDisagree", "UsageError"]

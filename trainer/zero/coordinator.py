@@ -7,6 +7,7 @@ on a CPU, autograd runs hooks in the thread that called backward.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,7 +122,7 @@ class Coordinator:
             zero.users += 1
             self._pinned.append(zero)
 
-    def touched(self, zero: ZeroParam) -> bool:
+    def touched(self, zero: ZeroParam, operands: Sequence[ZeroParam]) -> bool:
         """A stub's values are used. Inside a hooked forward, gather it and remember who needed it."""
         if not self._frames:
             return False

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 
-class ParameterNotGathered(RuntimeError):
+class UsageError(RuntimeError):
+    """Something was asked for at the wrong time or place. Says what to do instead."""
+
+
+class ParameterNotGathered(UsageError):
     """A parameter's values were used while only this rank's shard of them exists."""
 
 

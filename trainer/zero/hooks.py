@@ -32,7 +32,6 @@ class ModelHooks:
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._handles: list[RemovableHandle] = []
-        self._by_storage = {zero.storage._cdata: zero for zero in coordinator.params.params}
         for name, module in model.named_modules():
             own = [_zero(param) for param in module._parameters.values() if param is not None]
             hooked = HookedModule(name or "the model", module, list(dict.fromkeys(own)))
@@ -98,9 +97,10 @@ class ModelHooks:
             return
         for tensor in walk.tensors(output):
             if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):
-                zero = self._by_storage.get(tensor.untyped_storage()._cdata)
-                if zero is not None and not zero.persistent:
-                    self._coordinator.escaped(zero)
+                storage = tensor.untyped_storage()._cdata
+                for zero in call.held:
+                    if zero.storage._cdata == storage and not zero.persistent:
+                        self._coordinator.escaped(zero)
 
 
 def _on_gradient(tensor: torch.Tensor, call: Call, then: Callable[[Call], None]) -> None:

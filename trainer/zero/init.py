@@ -1,14 +1,15 @@
 """zero.Init: a context in which modules are partitioned as soon as they are constructed.
 
 Used by training scripts around the construction of a model that no rank could hold whole. Rank 0's values count; they
-are broadcast tensor by tensor. Until `trainer.initialize` has a backend, each rank keeps its shards in its memory.
+are broadcast tensor by tensor. What constructors do with parameters that were partitioned before is in `resting`.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -16,48 +17,16 @@ import torch
 from torch import nn
 
 from trainer.config import load_config
-from trainer.zero.collectives import Collectives, default_collectives
+from trainer.zero.collectives import default_collectives
+from trainer.zero.errors import UsageError
 from trainer.zero.gathered import GatheredParameters
 from trainer.zero.group import ensure_process_group
-from trainer.zero.parameter import ParamState, ZeroParam
-from trainer.zero.paramset import partition
+from trainer.zero.resting import RestingParams
+from trainer.zero.stub import is_stub
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT_S = 60.0
-
-
-class RestingParams:
-    """Gives parameters their values from the shards at rest, before there is a backend."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-
-    def gather(self, wanted: Sequence[ZeroParam]) -> None:
-        """Make them AVAILABLE."""
-        for zero in wanted:
-            if zero.state is ParamState.AVAILABLE:
-                continue
-            zero.allocate()
-            pieces = [zero.piece(rank) for rank in range(self.collectives.world)]
-            self.collectives.all_gather(pieces, _resting(zero), f"the gather of {zero.name}")
-            zero.expose()
-
-    def release(self, zero: ZeroParam) -> None:
-        """Drop full values."""
-        if zero.state is ParamState.AVAILABLE:
-            zero.conceal()
-
-    def write(self, zero: ZeroParam, mine: torch.Tensor) -> None:
-        """Replace the shard at rest."""
-        _resting(zero).copy_(mine)
-
-    def modified(self, params: Sequence[ZeroParam]) -> None:
-        """Nothing is derived from them yet."""
-
-
-def _resting(zero: ZeroParam) -> torch.Tensor:
-    if zero.resting is None:
-        raise AssertionError(f"{zero.name} has no shard at rest")
-    return zero.resting
 
 
 class Init:
@@ -90,11 +59,13 @@ class Init:
         if module is not None:
             for part in module.modules():
                 self._partition(part)
+            self._cast()
 
     def __enter__(self) -> Init:
         # Inside another Init the outer one does the work.
-        if self._enabled and Init._depth == 0:
-            self._patch()
+        if self._owner is not None and Init._depth == 0:
+            self._patch(self._owner)
+            self._owner.active = True
         Init._depth += 1
         return self
 
@@ -102,44 +73,72 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Init._depth -= 1
+        if not self._undo or self._owner is None:
+            return
         while self._undo:
             self._undo.pop()()
         self._building.clear()
+        if kind is not None:
+            self._owner.forget()
+            return
+        self._owner.end()
+        self._cast()
+        for name in self._owner.kept():
+            log.warning("a tensor over the values of %s outlives zero.Init; writing into it has no effect now", name)
 
-    def _patch(self) -> None:
+    def _cast(self) -> None:
+        if self._dtype is not None and self._owner is not None:
+            self._owner.cast(self._dtype)
+
+    def _patch(self, owner: RestingParams) -> None:
         for cls in dict.fromkeys(_subclasses(nn.Module)):
-            self._wrap(cls)
+            self._wrap(cls, owner)
         inherited = nn.Module.__dict__.get("__init_subclass__")
 
         def on_new_class(cls: type[nn.Module], /, **kwargs: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
-            self._wrap(cls)
+            self._wrap(cls, owner)
 
         nn.Module.__init_subclass__ = classmethod(on_new_class)  # type: ignore[assignment]
         self._undo.append(functools.partial(_restore, nn.Module, "__init_subclass__", inherited))
         original = nn.Module.apply
         nn.Module.apply = _gathering_apply  # type: ignore[assignment]
         self._undo.append(functools.partial(_restore, nn.Module, "apply", original))
+        new = nn.Parameter.__dict__["__new__"]
+        nn.Parameter.__new__ = _new_parameter(new.__func__)  # type: ignore[method-assign, assignment]
+        self._undo.append(functools.partial(_restore, nn.Parameter, "__new__", new))
+        copy = nn.Parameter.__deepcopy__
+        nn.Parameter.__deepcopy__ = _partitioned_copy(copy, owner)  # type: ignore[method-assign]
+        self._undo.append(functools.partial(_restore, nn.Parameter, "__deepcopy__", copy))
 
-    def _wrap(self, cls: type[nn.Module]) -> None:
+    def _wrap(self, cls: type[nn.Module], owner: RestingParams) -> None:
         original = cls.__dict__.get("__init__")
         if original is None:
             return
-        building, partition_module = self._building, self._partition
 
         @functools.wraps(original)
         def constructed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            outermost = id(module) not in building
-            building.add(id(module))
+            if id(module) in self._building:  # A base class's part of a construction.
+                original(module, *args, **kwargs)
+                return
+            self._building.add(id(module))
+            owner.enter()
             try:
                 original(module, *args, **kwargs)
+                owner.leave()
+            except BaseException:
+                owner.abandon()
+                raise
             finally:
-                if outermost:
-                    building.discard(id(module))
-            if outermost:
-                # A parent may have put new parameters into children that were partitioned before.
-                for part in [module] if building else module.modules():
-                    partition_module(part)
+                self._building.discard(id(module))
+            # All of it: a constructor may put new parameters into modules that were partitioned before.
+            for part in module.modules():
+                self._partition(part)
+            for name in owner.kept():
+                raise UsageError(
+                    f"zero.Init: a tensor over the values of {name} outlives the constructor of "
+                    f"{type(module).__name__}, and would not follow them; take it in forward, or keep a clone() of it"
+                )
 
         cls.__init__ = constructed  # type: ignore[method-assign, assignment]
         self._undo.append(functools.partial(_restore, cls, "__init__", original))
@@ -148,15 +147,8 @@ class Init:
         if self._owner is None:
             return
         for name, param in module._parameters.items():
-            if param is None or hasattr(param, "_zero"):
-                continue
-            if self._dtype is not None and param.is_floating_point():
-                param.data = param.data.to(self._dtype)
-            original = param.data
-            zero = ZeroParam(param, f"{type(module).__name__}.{name}", self._owner.collectives.world)
-            zero.owner = self._owner
-            zero.adopt(original)
-            partition(zero, self._owner.collectives)
+            if param is not None and not hasattr(param, "_zero"):
+                self._owner.partition(param, f"{type(module).__name__}.{name}")
 
 
 def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
@@ -170,6 +162,29 @@ def _restore(cls: type, name: str, value: Any) -> None:
         delattr(cls, name)
     else:
         setattr(cls, name, value)
+
+
+def _new_parameter(original: Callable[..., nn.Parameter]) -> Callable[..., nn.Parameter]:
+    """`nn.Parameter(param)` looks at the class of what it is given before it asks for values."""
+
+    def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+        return original(cls, data.data if is_stub(data) else data, requires_grad)
+
+    return new
+
+
+def _partitioned_copy(original: Callable[..., nn.Parameter], owner: RestingParams) -> Callable[..., nn.Parameter]:
+    """A copy of a partitioned parameter that is gathered just now: no constructor would partition it."""
+
+    def copied(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copy = memo.get(id(param))
+        if copy is None:
+            copy = original(param, memo)
+            if hasattr(param, "_zero"):
+                owner.partition(copy, param._zero.name)
+        return copy
+
+    return copied
 
 
 def _gathering_apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:

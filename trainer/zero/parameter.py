@@ -9,7 +9,7 @@ would leave such views on freed memory, and the gradients would be wrong without
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -41,9 +41,6 @@ class ZeroParam:
         self.aliases: tuple[str, ...] = (name,)
         self.index = -1
         """Position in registration order; the same on every rank."""
-        self.shape = torch.Size(param.shape)
-        self.dtype = param.dtype
-        self.layout = ShardLayout(param.numel(), world)
         self.trainable = param.requires_grad
         self.persistent = False
         """Stays gathered between steps."""
@@ -62,12 +59,21 @@ class ZeroParam:
         """View of the flat accumulation buffer; set by the optimizer."""
         self.owner: Gatherer | None = None
         """What can gather it: a ParamSet, or zero.Init before there is one; None after close."""
-        self.on_touch: Callable[[ZeroParam], bool] | None = None
-        """Asked when a stub's values are used; True if it gathered the parameter."""
-        self.flat = torch.zeros(self.layout.padded_numel, dtype=param.dtype)
-        self._full_bytes = self.flat.untyped_storage().nbytes()
-        self._stub = torch.empty(0, dtype=param.dtype)
+        self.on_touch: Callable[[ZeroParam, Sequence[ZeroParam]], bool] | None = None
+        """Asked when a stub's values are used, with all parameters that take part; True if it gathered this one."""
+        self.on_copy: Callable[[ZeroParam], torch.nn.Parameter] | None = None
+        """Makes the deep copy of a stub without gathering it; only while the shard is at rest."""
+        self._lay_out(param.shape, param.dtype, world)
         param._zero = self  # type: ignore[attr-defined]
+
+    def _lay_out(self, shape: torch.Size, dtype: torch.dtype, world: int) -> None:
+        """A new storage, of zeros. What used the one before keeps that one."""
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.layout = ShardLayout(self.shape.numel(), world)
+        self.flat = torch.zeros(self.layout.padded_numel, dtype=dtype)
+        self._full_bytes = self.flat.untyped_storage().nbytes()
+        self._stub = torch.empty(0, dtype=dtype)
 
     @property
     def numel(self) -> int:
@@ -89,6 +95,20 @@ class ZeroParam:
         self.flat[: self.numel].copy_(full.detach().reshape(-1))
         self.expose()
 
+    def renew(self, full: torch.Tensor) -> None:
+        """As `adopt`, in a new storage, whatever shape and dtype the values have now."""
+        self._lay_out(full.shape, full.dtype, self.layout.world)
+        self.adopt(full)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Change the dtype of the shard at rest."""
+        if self.resting is None or self.state is not ParamState.NOT_AVAILABLE:
+            raise AssertionError(f"{self.name} is cast while {self.state.value}")
+        self.resting = self.resting.to(dtype)
+        self._lay_out(self.shape, dtype, self.layout.world)
+        self.expose()
+        self.conceal()
+
     def allocate(self) -> None:
         """Give the storage its bytes back, contents undefined."""
         self.storage.resize_(self._full_bytes)
@@ -108,6 +128,9 @@ class ZeroParam:
         if self.state is ParamState.AVAILABLE:
             self.param.data = self._stub
             stub.hide(self.param)
+        if not self.storage.resizable():
+            # Once NumPy has seen it, torch will never resize it; what NumPy has keeps it.
+            self._lay_out(self.shape, self.dtype, self.layout.world)
         self.storage.resize_(0)
         self.state = ParamState.NOT_AVAILABLE
 
@@ -116,7 +139,7 @@ class ZeroParam:
         first = self.layout.start(rank) + start
         return self.flat[first : first + (self.layout.shard_numel - start if numel is None else numel)]
 
-    def touched(self, operation: str) -> None:
-        """A stub's values are wanted: have them gathered, or refuse."""
-        if self.on_touch is None or not self.on_touch(self):
+    def touched(self, operation: str, operands: Sequence[ZeroParam]) -> None:
+        """A stub's values are wanted, together with those of `operands`: have them gathered, or refuse."""
+        if self.on_touch is None or not self.on_touch(self, operands):
             raise stub.not_gathered(self, operation)

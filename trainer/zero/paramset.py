@@ -39,7 +39,7 @@ class ParamSet:
         self._inflight: dict[ZeroParam, None] = {}
         for index, zero in enumerate(self.params):
             zero.index = index
-            zero.owner = self
+            zero.owner, zero.on_copy = self, None
         self.on_modified: Callable[[Sequence[ZeroParam]], None] | None = None
         """Told when shards were replaced from outside; the optimizer then refreshes its master copies."""
         self.before_fetch: Callable[[ZeroParam], None] = lambda zero: None

@@ -68,22 +68,36 @@ def _dispatch(func: _Function, types: Any, args: tuple[Any, ...] = (), kwargs: d
         return f"Parameter({zero.name}, shape={tuple(zero.shape)}, dtype={zero.dtype}, {zero.state.name})"
     if func not in _METADATA:
         name = getattr(func, "__name__", str(func))
-        for zero in _stubs((args, kwargs)):
-            zero.touched(name)
+        operands = list(_operands((args, kwargs)))
+        for zero in operands:
+            if is_stub(zero.param):
+                zero.touched(name, operands)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _stubs(tree: Any) -> Iterator[ZeroParam]:
+def _operands(tree: Any) -> Iterator[ZeroParam]:
     if isinstance(tree, torch.Tensor):
-        if type(tree).__name__ == _NAME and is_stub(tree):
-            yield tree._zero  # type: ignore[attr-defined]
+        zero: ZeroParam | None = getattr(tree, "_zero", None)
+        if zero is not None:
+            yield zero
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from _stubs(item)
+            yield from _operands(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _stubs(item)
+            yield from _operands(item)
+
+
+def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
+    """A shard at rest is copied as a shard; otherwise the values are needed, and the copy is an ordinary parameter."""
+    zero: ZeroParam = param._zero
+    if id(param) not in memo:
+        if zero.on_copy is None:
+            zero.touched("deepcopy", [zero])
+            return param.__deepcopy__(memo)
+        memo[id(param)] = zero.on_copy(zero)
+    return memo[id(param)]
 
 
 _NAME = "ShardedParameter"
@@ -91,7 +105,7 @@ _NAME = "ShardedParameter"
 
 @functools.cache
 def _stub_class(original: type[torch.Tensor]) -> type[torch.Tensor]:
-    body = {"__torch_function__": staticmethod(_dispatch), "_unsharded_class": original}
+    body = {"__torch_function__": staticmethod(_dispatch), "__deepcopy__": _deepcopy, "_unsharded_class": original}
     return type(_NAME, (original,), body)
 
 

@@ -86,3 +86,18 @@ def test_forward_and_backward_work_inside_a_block_and_step_does_not() -> None:
                 engine.step()
         engine.step()
         assert engine.global_steps == 1
+
+
+def test_numpy_may_look_at_gathered_values() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model) as engine:
+        with GatheredParameters(model):
+            seen = model.weight.detach().numpy()
+            before = seen.copy()
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        assert (seen == before).all()
+        with GatheredParameters(model, modifier_rank=0), torch.no_grad():
+            model.weight.fill_(1.0)
+        with GatheredParameters(model):
+            assert model.weight.detach().numpy().tolist() == [[1.0, 1.0], [1.0, 1.0]]
