@@ -109,6 +109,9 @@ class SessionConfig(_Section):
     """Sessions open at a time."""
     slot_wait_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
     """How long a fetch waits for memory while the session's own leases hold everything, before it fails."""
+    attach_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """How long a session over `control.listen` may exist without its stream before it is closed: until then nothing
+    tells that its client has died."""
     state_dir: str | None = None
     """Directory of the catalog. None: in memory, for a daemon that ends with its job."""
 

@@ -149,6 +149,7 @@ class Node:
             self._volumes.open_job,
             self._loop,
             self._clock,
+            config.session.attach_seconds,
         )
         self._pump.on_broken = self._lifecycle.broken
         self._loop.start()

@@ -124,9 +124,9 @@ class Volumes:
         free = sum(seen.values())
         return min(free, self._swap.limit_bytes) if self._swap.limit_bytes else free
 
-    def open_job(self, job: Job) -> JobVolumes:
-        """The job's swap files, registered with the engine."""
-        files = SwapFiles(self._paths, job.name if job.named else None)
+    async def open_job(self, job: Job) -> JobVolumes:
+        """The job's swap files, registered with the engine. Opening one may wait for the disk."""
+        files = await asyncio.to_thread(SwapFiles, self._paths, job.name if job.named else None)
         targets = []
         for index, (file, figures) in enumerate(zip(files.files, self._calibrations, strict=True)):
             number = next(self._numbers)

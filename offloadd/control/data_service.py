@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -55,10 +54,9 @@ class DataService(data_pb2_grpc.DataServiceServicer):
                 await refuse(context, failure[0])
         finally:
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
-            # The stream's end is the session's end; a session already closing is left to whoever closes it.
-            await asyncio.shield(self._lifecycle.close(session, "its stream ended"))
+            # The stream's end is the session's end, and goes on if this call is cancelled. A session already closing
+            # is left to whoever closes it.
+            await self._lifecycle.close(session, "its stream ended")
 
     async def _read(
         self,
@@ -73,5 +71,7 @@ class DataService(data_pb2_grpc.DataServiceServicer):
         except OffloadError as error:
             log.warning("%s", error.message)
             failure.append(error)
+        except grpc.aio.UsageError:
+            pass  # the call is over: there is nothing to read and nobody to tell
         finally:
             endpoint.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from offloadd.control.describe import counters
@@ -35,8 +35,10 @@ log = logging.getLogger("offloadd.lifecycle")
 _Result = TypeVar("_Result")
 
 QUIET_SECONDS_MAX = 60.0
-"""Longest wait for a closing session's transfers. Beyond it the region is kept (leaked, and said so) rather than
-unmapped under a device that may still write to it."""
+"""Longest wait for a closing session's transfers. Beyond it nobody waits for the session any more; its region and what
+it was promised stay taken, together, until the device has let go."""
+ATTACH_SECONDS = 30.0
+"""How long a session over TCP may exist without its stream, by which alone its client's end would be noticed."""
 
 
 class JobFiles(Protocol):
@@ -80,9 +82,10 @@ class Lifecycle:
         scheduler: Scheduler,
         pump: Pump,
         engine: Engine,
-        open_files: Callable[[Job], JobFiles],
+        open_files: Callable[[Job], Awaitable[JobFiles]],
         doorbells: Doorbells,
         clock: Clock,
+        attach_seconds: float = ATTACH_SECONDS,
     ) -> None:
         self._registry = registry
         self._reservations = Reservations(registry)
@@ -93,7 +96,15 @@ class Lifecycle:
         self._open_files = open_files
         self._doorbells = doorbells
         self._clock = clock
+        self._attach_seconds = attach_seconds
+        self._without_stream: dict[int, asyncio.TimerHandle] = {}
         self._files: dict[Job, JobFiles] = {}
+        self._opening = asyncio.Lock()
+        """Held while a job's files are opened or removed: the next job may have the same name."""
+        self._lending = asyncio.Lock()
+        """Held while the engine takes or gives back a region, in a thread: one at a time."""
+        self._kept: set[int] = set()
+        """Sessions that have ended and whose memory a device still holds."""
         self._endpoints: dict[int, RingEndpoint | StreamEndpoint] = {}
         self._tickets: dict[str, Session] = {}
         self._closing: dict[int, asyncio.Task[None]] = {}
@@ -119,9 +130,31 @@ class Lifecycle:
         if ticket:
             self._tickets[ticket] = session
         log.info("%s: session %d opened, incarnation %d", session.title, session.id, session.incarnation)
-        if fenced is not None:
-            await self.close(fenced, "fenced by a newer session of the same rank")
+        self._expect_stream(session)
+        if fenced is not None and not await self.close(fenced, "fenced by a newer session of the same rank"):
+            await self.close(session, "its predecessor still holds its memory")
+            raise OffloadError(
+                Code.NO_HOST_BUDGET,
+                f"{session.title}: the memory of its previous session is still held by a transfer; check the device's "
+                "log (dmesg) and try again",
+            )
         return session
+
+    def _expect_stream(self, session: Session) -> None:
+        """Over TCP no pidfd and no socket say that the client has died, before it has a stream."""
+        if session.peer is None and not session.closing:
+            self._without_stream[session.id] = asyncio.get_running_loop().call_later(
+                self._attach_seconds, self._give_up, session
+            )
+
+    def _stop_expecting(self, session: Session) -> None:
+        timer = self._without_stream.pop(session.id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _give_up(self, session: Session) -> None:
+        self._without_stream.pop(session.id, None)
+        self._start_closing(session, f"its client opened no stream within {self._attach_seconds:g} s")
 
     def authenticate(self, session: int, secret: str) -> Session:
         return self._registry.authenticate(session, secret)
@@ -133,16 +166,20 @@ class Lifecycle:
     async def _reserve(self, session: Session, need: Need, timeout_s: float, stream: bool) -> Region:
         async with session.changing:
             self._check_open(session)
-            grant = await self._reservations.reserve(session, need, timeout_s)
-            region = await asyncio.to_thread(session.job.arena.grow, grant.host_bytes)
-            session.region = region
+            # Waiting for the other ranks has a bound of its own.
+            self._stop_expecting(session)
             try:
-                self._check_open(session)
-                self._furnish(session, region, grant, stream)
-            except BaseException:
-                session.region = None
-                await asyncio.to_thread(region.close)
-                raise
+                grant = await self._reservations.reserve(session, need, timeout_s)
+                region = await asyncio.to_thread(session.job.arena.grow, grant.host_bytes)
+                session.region = region
+                try:
+                    await self._furnish(session, region, grant, stream)
+                except BaseException:
+                    session.region = None
+                    await asyncio.to_thread(region.close)
+                    raise
+            finally:
+                self._expect_stream(session)
         log.info(
             "%s: granted %s of host memory, swap: %s, tiles of %s",
             session.title,
@@ -152,14 +189,13 @@ class Lifecycle:
         )
         return region
 
-    def _furnish(self, session: Session, region: Region, grant: Grant, stream: bool) -> None:
+    async def _furnish(self, session: Session, region: Region, grant: Grant, stream: bool) -> None:
         """Files, engine, store, scheduler, endpoint: all or none."""
-        files = self._files.get(session.job)
-        if files is None:
-            files = self._files[session.job] = self._open_files(session.job)
-        with contextlib.ExitStack() as undo:
-            self._engine.register_region(session.id, region.memory)
-            undo.callback(self._engine.unregister_region, session.id)
+        files = await self._job_files(session.job)
+        async with contextlib.AsyncExitStack() as undo:
+            await self._lend(self._engine.register_region, session.id, region.memory)
+            undo.push_async_callback(self._lend, self._engine.unregister_region, session.id)
+            self._check_open(session)
             self._store.open_session(
                 session.id,
                 session.job.name,
@@ -176,6 +212,18 @@ class Lifecycle:
             undo.callback(self._scheduler.close_session, session.id)
             self._connect(session, region, stream)
             undo.pop_all()
+
+    async def _job_files(self, job: Job) -> JobFiles:
+        async with self._opening:
+            files = self._files.get(job)
+            if files is None:
+                files = self._files[job] = await self._open_files(job)
+            return files
+
+    async def _lend(self, change: Callable[..., None], *arguments: object) -> None:
+        """Pinning a GiB takes long enough to be felt, so the engine does it in a thread."""
+        async with self._lending:
+            await asyncio.to_thread(change, *arguments)
 
     @staticmethod
     def _check_open(session: Session) -> None:
@@ -212,6 +260,9 @@ class Lifecycle:
         endpoint = self._endpoints.get(session.id)
         if not isinstance(endpoint, StreamEndpoint):
             raise OffloadError(Code.BAD_REQUEST, f"{session.title} has no stream; reserve over the same endpoint first")
+        if session.id not in self._without_stream:
+            raise OffloadError(Code.BAD_REQUEST, f"{session.title} has its stream already; open one per session")
+        self._stop_expecting(session)
         return endpoint
 
     async def register(self, session: Session, specs: Sequence[ShardSpec]) -> tuple[int, int]:
@@ -256,7 +307,6 @@ class Lifecycle:
         """The attach socket says that the holder of a ticket is gone."""
         session = self._tickets.pop(ticket, None)
         if session is not None:
-            self.ended_cleanly = False
             self._start_closing(session, "the rank is gone")
 
     def broken(self, session: int, error: OffloadError) -> None:
@@ -266,24 +316,50 @@ class Lifecycle:
                 log.error("%s: %s", found.title, error.message)
                 self._start_closing(found, "its ring is broken")
 
-    async def close(self, session: Session, reason: str, clean: bool = False) -> None:
+    async def close(self, session: Session, reason: str, clean: bool = False) -> bool:
         """End a session and return when everything it held has been given back. Idempotent. `clean`: the client asked
-        for it, so nothing of its job is to be expected again."""
-        self.ended_cleanly = clean
-        await asyncio.shield(self._start_closing(session, reason))
+        for it, so nothing of its job is to be expected again. False: a device or a failure still holds its memory."""
+        task = self._start_closing(session, reason, clean)
+        if session.id in self._kept:
+            return False
+        # Not cancelled with whoever waits here.
+        done, _ = await asyncio.wait({task}, timeout=QUIET_SECONDS_MAX)
+        return bool(done) and not task.cancelled() and task.exception() is None
 
     async def close_all(self, reason: str) -> None:
-        for session in self._registry.sessions():
-            await self.close(session, reason)
+        await asyncio.gather(*(self.close(session, reason) for session in self._registry.sessions()))
 
-    def _start_closing(self, session: Session, reason: str) -> asyncio.Task[None]:
+    def _start_closing(self, session: Session, reason: str, clean: bool = False) -> asyncio.Task[None]:
         task = self._closing.get(session.id)
         if task is None:
             session.closing = True
+            self.ended_cleanly = clean
+            self._stop_expecting(session)
             task = asyncio.get_running_loop().create_task(self._close(session, reason))
             self._closing[session.id] = task
-            task.add_done_callback(lambda _: self._closing.pop(session.id, None))
+            task.add_done_callback(lambda done: self._closed(session, done))
         return task
+
+    def _closed(self, session: Session, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return  # the daemon itself ends
+        if task.exception() is not None:
+            # Its memory may still be in use: neither that nor what was promised of it is lent to anybody else.
+            self._keep(session)
+            log.error("%s: its end failed and its memory is kept", session.title, exc_info=task.exception())
+            return
+        self._kept.discard(session.id)
+        self._closing.pop(session.id, None)
+        self._note_if_empty()
+
+    def _keep(self, session: Session) -> None:
+        self._kept.add(session.id)
+        self._note_if_empty()
+
+    def _note_if_empty(self) -> None:
+        if not self.session_count():
+            self.idle_since_ns = self._clock.now_ns()
+            self._empty.set()
 
     async def _close(self, session: Session, reason: str) -> None:
         log.info("%s: session %d ends: %s", session.title, session.id, reason)
@@ -291,27 +367,18 @@ class Lifecycle:
         self._reservations.rank_lost(session)
         self._tickets = {ticket: held for ticket, held in self._tickets.items() if held is not session}
         async with session.changing:
-            try:
-                await self._take_down(session)
-            finally:
+            endpoint = self._endpoints.pop(session.id, None)
+            if endpoint is not None:
+                self._doorbells.unwatch(session.id)
+                await self._detach(session, endpoint)
+            region, session.region = session.region, None
+            if region is not None:
+                await asyncio.to_thread(region.close)
+            # Only now: what was promised to it is promised to others as soon as it is forgotten.
+            async with self._opening:
                 job = self._registry.forget(session)
-                try:
-                    if job is not None:
-                        await self._end_job(job)
-                finally:
-                    if not self._registry.sessions():
-                        self.idle_since_ns = self._clock.now_ns()
-                        self._empty.set()
-
-    async def _take_down(self, session: Session) -> None:
-        endpoint = self._endpoints.pop(session.id, None)
-        if endpoint is not None:
-            self._doorbells.unwatch(session.id)
-            await self._detach(session)
-            endpoint.close()
-        region, session.region = session.region, None
-        if region is not None:
-            await asyncio.to_thread(region.close)
+                if job is not None:
+                    await self._end_job(job)
 
     async def wait_empty(self, timeout_s: float) -> bool:
         """Wait until no session is left; False at the deadline."""
@@ -321,17 +388,26 @@ class Lifecycle:
             return False
         return True
 
-    async def _detach(self, session: Session) -> None:
+    async def _detach(self, session: Session, endpoint: RingEndpoint | StreamEndpoint) -> None:
         """Wait for the transfers in flight, then take the session from pump, scheduler, store and engine."""
         quiet = asyncio.Event()
         self._pump.detach(session.id, lambda _: quiet.set())
+        endpoint.close()
         try:
             await asyncio.wait_for(quiet.wait(), QUIET_SECONDS_MAX)
         except asyncio.TimeoutError:
-            log.error("%s: transfers still in flight after %g s; its memory is kept", session.title, QUIET_SECONDS_MAX)
-            session.region = None
-            return
-        self._engine.unregister_region(session.id)
+            log.error(
+                "%s: transfers still in flight after %g s; its %s stay taken until the device lets go; check the "
+                "device's log (dmesg)",
+                session.title,
+                QUIET_SECONDS_MAX,
+                human(session.host_bytes),
+            )
+            self._keep(session)
+            # Nobody waits for this any more; it ends with the transfers, or with the daemon.
+            await quiet.wait()
+            log.info("%s: its last transfer has ended, and its memory returns", session.title)
+        await self._lend(self._engine.unregister_region, session.id)
 
     async def _end_job(self, job: Job) -> None:
         files = self._files.pop(job, None)
@@ -354,4 +430,5 @@ class Lifecycle:
         return {}
 
     def session_count(self) -> int:
-        return len(self._registry.sessions())
+        """Sessions that are open or ending; not those of which only memory is left that a device holds."""
+        return sum(session.id not in self._kept for session in self._registry.sessions())

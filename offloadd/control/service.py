@@ -158,7 +158,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def CloseSession(
         self, request: control_pb2.CloseSessionRequest, context: Context
     ) -> control_pb2.CloseSessionResponse:
-        await self._lifecycle.close(self._session(request.session, context), "closed by the client", clean=True)
+        session = self._session(request.session, context)
+        if not await self._lifecycle.close(session, "closed by the client", clean=True):
+            raise OffloadError(
+                Code.TIMED_OUT,
+                f"{session.title} has ended, but its memory is still held by a transfer; look at the daemon's log",
+            )
         return control_pb2.CloseSessionResponse()
 
     @guarded

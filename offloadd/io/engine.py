@@ -39,7 +39,8 @@ class Engine(Protocol):
     def register_region(self, region: int, memory: memoryview) -> None:
         """Lend memory under a number. `memory` is writable, contiguous, page-aligned, and stays mapped until
         `unregister_region`. Failing to pin or register it with the kernel degrades silently to unregistered
-        transfers, counted in `statistics()["unregistered_regions"]`."""
+        transfers, counted in `statistics()["unregistered_regions"]`. Slow, about 50 ms per GiB: this and
+        `unregister_region` may be called in another thread than everything else, one at a time."""
 
     def unregister_region(self, region: int) -> None:
         """Take memory back. ValueError while a transfer uses it."""

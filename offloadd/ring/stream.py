@@ -121,4 +121,6 @@ class StreamEndpoint:
 
     def close(self) -> None:
         self._closed = True
+        # Their bytes lie in memory that is given back now.
+        self._outgoing.clear()
         self._ready.set()
