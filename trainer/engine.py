@@ -7,12 +7,13 @@ each does is in its own file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from trainer.boundary import user_facing
 from trainer.config import BatchSizes, TrainerConfig
 from trainer.optim.norm import clip_scale, grad_norm
 from trainer.optim.sharded import ShardedAdam
@@ -20,10 +21,14 @@ from trainer.swap.accesslog import AccessLog
 from trainer.swap.select import Backends
 from trainer.zero.buckets import GradReducer
 from trainer.zero.coordinator import Coordinator
+from trainer.zero.errors import UsageError
 from trainer.zero.hooks import ModelHooks
 from trainer.zero.paramset import ParamSet
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Engine:
@@ -65,19 +70,23 @@ class Engine:
         self._boundary = False
         self._closed = False
         self._broken = False
-        params.on_modified = optimizer.refresh_masters
-        params.before_fetch, params.may_prefetch = optimizer.wait, lambda: optimizer.idle
+        self._told: BaseException | None = None
+        """What stopped the optimizer, once something has raised it."""
+        params.on_modified = lambda changed: self._telling(optimizer.refresh_masters, changed)
+        params.before_fetch = lambda zero: self._telling(optimizer.wait, zero)
+        params.may_prefetch = lambda: optimizer.idle
         reducer.on_reduced = optimizer.reduced
 
     # ---- the step -----------------------------------------------------------------------------------------------
+    @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward."""
         self._must_be_open()
         if self.module.training and self.coordinator.in_pass and not self.reducer.idle:
-            raise RuntimeError("loss.backward() was called; call engine.backward(loss) instead")
+            raise UsageError("loss.backward() was called; call engine.backward(loss) instead")
         training = self.module.training and torch.is_grad_enabled()
         if not training:
-            self.optimizer.drain()
+            self._telling(self.optimizer.drain)
         self.coordinator.begin_forward(training)
         try:
             output = self.module(*args, **kwargs)
@@ -89,20 +98,21 @@ class Engine:
 
     forward = __call__
 
+    @user_facing
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of one micro-step; the loss is divided by gradient_accumulation_steps. Returns the divided loss."""
         self._must_be_open()
         if self._boundary:
-            raise RuntimeError(
+            raise UsageError(
                 f"{self.batch.accumulation} micro-steps have been accumulated; call engine.step() before the next"
             )
         if self.micro_steps % self.batch.accumulation == 0:
             # From here on gradients are written, which the last step's updates read. A step as the backends see it
             # lasts from here to the next time.
-            self.optimizer.drain()
+            self._telling(self.optimizer.drain)
             self._plan()
         if (self.micro_steps + 1) % self.batch.accumulation == 0:
-            self.optimizer.begin_backward()
+            self._telling(self.optimizer.begin_backward)
         scaled = loss / self.batch.accumulation if self.batch.accumulation > 1 else loss
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -130,6 +140,7 @@ class Engine:
         """Whether the next `step` will update the parameters."""
         return self._boundary
 
+    @user_facing
     def step(self) -> None:
         """Clip, update, refresh; only after the last micro-step, otherwise nothing."""
         self._must_be_open()
@@ -142,7 +153,7 @@ class Engine:
         if norm.nonfinite is not None:
             self._report_nonfinite(norm.nonfinite)
         self._broken = True  # until the step is whole: taken twice, it would use the same gradient twice
-        self.optimizer.apply(clip_scale(norm.value, self.config.gradient_clipping))
+        self._telling(self.optimizer.apply, clip_scale(norm.value, self.config.gradient_clipping))
         self.params.refresh_persistent()
         self.reducer.new_step()
         if self.lr_scheduler is not None:
@@ -155,7 +166,7 @@ class Engine:
         """What a GatheredParameters block shows would be old, and its end could put it back."""
         held = [zero.name for zero in self.params.params if zero.blocks]
         if held:
-            raise RuntimeError(f"engine.step() inside a GatheredParameters block with {held[0]}; leave the block first")
+            raise UsageError(f"engine.step() inside a GatheredParameters block with {held[0]}; leave the block first")
 
     def _report_nonfinite(self, name: str) -> None:
         self.nonfinite_steps += 1
@@ -239,25 +250,38 @@ class Engine:
             "early_updates": self.optimizer.early.taken if self.optimizer.early is not None else 0,
         }
 
+    @user_facing
     def close(self) -> None:
         """Take the hooks off and give the backends back. The parameters stay sharded. Idempotent. Raises what stopped
         the last step's updates, if nothing has raised it yet."""
         if self._closed:
             return
         self._closed = True
-        try:
-            self.optimizer.close()
-        finally:
-            self._hooks.remove()
+        met: list[BaseException] = []
+        for end in (self.optimizer.close, self._hooks.remove, self.params.detach, self.backends.close):
             try:
-                self.params.detach()
-            finally:
-                self.backends.close()
+                end()
+            except BaseException as error:
+                # Nothing that is held may stay because something else could not be given back.
+                met.append(error)
+        news = [error for error in met if error is not self._told]
+        for later in news[1:]:
+            log.warning("closing the engine also met: %s", later)
+        if news:
+            raise news[0]
 
     destroy = close
 
+    def _telling(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Every use of the engine raises what stopped an update; remembered, so that `close` does not say it again."""
+        try:
+            return act(*args, **kwargs)
+        except BaseException as error:
+            self._told = error
+            raise
+
     def _must_be_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the engine is closed")
+            raise UsageError("the engine is closed")
         if self._broken:
-            raise RuntimeError("a step failed half-way, so the parameters are of no use; start again from a checkpoint")
+            raise UsageError("a step failed half-way, so the parameters are of no use; start again from a checkpoint")

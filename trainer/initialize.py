@@ -5,6 +5,7 @@ Everything is checked before anything is allocated; whatever was built is given 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,12 +16,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from trainer.boundary import user_facing
 from trainer.config import AutoReplacement, BatchSizes, ConfigError, TrainerConfig, load_config, resolve_batch
 from trainer.engine import Engine
 from trainer.optim.adam import choose_update
 from trainer.optim.groups import groups_of
 from trainer.optim.sharded import ShardedAdam
 from trainer.swap.accesslog import AccessLog
+from trainer.swap.backend import SwapError
 from trainer.swap.select import Backends, RankPlace, select_backends
 from trainer.zero.buckets import GradReducer, plan_buckets
 from trainer.zero.collectives import Collectives, default_collectives
@@ -46,6 +49,7 @@ class Initialized(NamedTuple):
     scheduler: Any
 
 
+@user_facing
 def initialize(
     model: nn.Module,
     model_parameters: Iterable[Any] | None = None,
@@ -73,6 +77,7 @@ def initialize(
     _report_auto(replaced, collectives.rank)
     ensure_agreement(collectives, _facts(model, loaded, collectives.world))
 
+    loader = _loader(training_data, batch, collectives, collate_fn)
     zeros = _shard(model, loaded, collectives, groups)
     place = RankPlace.current(collectives.rank, collectives.world)
     chosen = backends(loaded, place)
@@ -81,8 +86,12 @@ def initialize(
     except BaseException:
         chosen.close()
         raise
-    engine.lr_scheduler = _scheduler(lr_scheduler, optimizer, engine.optimizer)
-    loader = _loader(training_data, batch, collectives, collate_fn)
+    try:
+        engine.lr_scheduler = _scheduler(lr_scheduler, optimizer, engine.optimizer)
+    except BaseException:
+        with contextlib.suppress(SwapError):  # The first error says more.
+            engine.close()
+        raise
     return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
 
 

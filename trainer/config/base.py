@@ -22,10 +22,15 @@ class ConfigError(ValueError):
 
 
 class Block(BaseModel):
-    """One level of the tree: frozen, no unknown key, no silent conversion."""
+    """One level of the tree: frozen, no unknown key, no silent conversion, every number finite."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, populate_by_name=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
     @classmethod

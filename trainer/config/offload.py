@@ -101,8 +101,8 @@ class OffloaddConfig(Block):
     """Pinned host memory to ask the daemon for, this rank's share; None: what the daemon gives."""
     swap_bytes: Bytes | None = None
     """Swap file bytes to ask for, this rank's share; None: what the shards need."""
-    timeout_s: float = Field(default=60.0, gt=0.0)
-    """Longest wait, in seconds, for the daemon or for another rank in one collective."""
+    timeout_s: float = Field(default=60.0, gt=0.0, le=604800.0)
+    """Longest wait, in seconds, for the daemon or for another rank in one collective; a week at most."""
     token_file: str | None = None
     """File (mode 0600) with the token a grpc:// endpoint asks for."""
     engine: Literal["auto", "liburing", "native", "threads"] = "auto"

@@ -6,6 +6,7 @@ both sides when they name the same daemon. Everything above sees `SwapBackend` a
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,9 +47,10 @@ class Backends:
         return [self.param] if self.param is self.optimizer else [self.param, self.optimizer]
 
     def close(self) -> None:
-        """Give everything back."""
-        for backend in self.each():
-            backend.close()
+        """Give everything back; the second one too when the first cannot."""
+        with contextlib.ExitStack() as stack:
+            for backend in self.each():
+                stack.callback(backend.close)
 
 
 def select_backends(config: TrainerConfig, place: RankPlace) -> Backends:

@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from trainer.boundary import user_facing
 from trainer.zero.collectives import Collectives
+from trainer.zero.errors import UsageError
 from trainer.zero.parameter import ParamState, ZeroParam
 
 
@@ -56,6 +58,7 @@ class GatheredParameters:
         self._opened: list[ZeroParam] = []
         self._versions: dict[ZeroParam, int] = {}
 
+    @user_facing
     def __enter__(self) -> GatheredParameters:
         for owner, zeros in self._by_owner():
             self._opened += [zero for zero in zeros if zero.state is not ParamState.AVAILABLE]
@@ -65,6 +68,7 @@ class GatheredParameters:
             self._versions[zero] = zero.param._version
         return self
 
+    @user_facing
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -75,7 +79,7 @@ class GatheredParameters:
             if kind is None and self._modifier is not None:
                 self._keep(self._modifier)
             elif kind is None and changed:
-                raise RuntimeError(
+                raise UsageError(
                     f"{changed[0].name} was changed inside GatheredParameters without modifier_rank, so the change is "
                     "lost; say whose values to keep, as in GatheredParameters(params, modifier_rank=0)"
                 )
@@ -112,6 +116,6 @@ class GatheredParameters:
         for zero in self._zeros:
             owner = zero.owner
             if owner is None:
-                raise RuntimeError(f"parameter {zero.name} belongs to an engine that was closed")
+                raise UsageError(f"parameter {zero.name} belongs to an engine that was closed")
             groups.setdefault(id(owner), (owner, []))[1].append(zero)
         return list(groups.values())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.boundary import user_facing
 from trainer.config import load_config
 from trainer.zero.collectives import default_collectives
 from trainer.zero.errors import UsageError
@@ -35,6 +36,7 @@ class Init:
 
     _depth = 0
 
+    @user_facing
     def __init__(
         self,
         module: nn.Module | None = None,
@@ -69,6 +71,7 @@ class Init:
         Init._depth += 1
         return self
 
+    @user_facing
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -116,6 +119,7 @@ class Init:
         if original is None:
             return
 
+        @user_facing
         @functools.wraps(original)
         def constructed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             if id(module) in self._building:  # A base class's part of a construction.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.boundary import user_facing
 from trainer.zero.errors import ParameterNotGathered
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ _LOGICAL |= dict.fromkeys(_slots("__get__", "shape"), lambda shape: shape)
 _LOGICAL |= dict.fromkeys(_slots("__get__", "ndim"), len)
 
 
+@user_facing
 def _dispatch(func: _Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     kwargs = kwargs or {}
     if func in _LOGICAL:
@@ -89,6 +91,7 @@ def _operands(tree: Any) -> Iterator[ZeroParam]:
             yield from _operands(item)
 
 
+@user_facing
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
     """A shard at rest is copied as a shard; otherwise the values are needed, and the copy is an ordinary parameter."""
     zero: ZeroParam = param._zero

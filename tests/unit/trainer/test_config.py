@@ -202,3 +202,15 @@ def test_a_rich_file_of_an_existing_setup_loads() -> None:
         },
     }
     assert load_config(rich)[0].zero_optimization.offload_param.buffer_size == 100_000_000
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e300])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"^offloadd\.timeout_s: .* \(got .*\)$"):
+        load_config({"zero_optimization": {"stage": 3}, "offloadd": {"timeout_s": value}})
+
+
+@pytest.mark.parametrize("params", [{"lr": float("nan")}, {"betas": [0.9, float("inf")]}, {"eps": float("inf")}])
+def test_numbers_are_finite(params: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="finite"):
+        load_config({"zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam", "params": params}})

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.trainer.making import engine_of
+import trainer
+from tests.unit.trainer.making import config_of, engine_of
 from trainer.optim.deferred import Deferred
 from trainer.swap.backend import SwapError, Tile
+from trainer.swap.inprocess import InProcessBackend
+from trainer.swap.select import Backends
 
 
 class Failing:
@@ -75,3 +78,80 @@ def test_an_interrupted_wait_for_the_optimizer_can_be_repeated(monkeypatch: pyte
     go_on.set()
     deferred.drain()
     assert ended == [work]
+
+
+class Recording(InProcessBackend):
+    """Remembers that it was closed; closing may fail."""
+
+    def __init__(self, complaint: str = "") -> None:
+        super().__init__(tile_numel=1024)
+        self.complaint, self.closed, self.opened = complaint, False, False
+
+    def register(self, specs: Any) -> Any:
+        self.opened = True
+        return super().register(specs)
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+        if self.complaint:
+            raise SwapError(self.complaint)
+
+
+def _bad_scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    raise KeyError("user code")
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ({"lr_scheduler": _bad_scheduler}, KeyError),
+        ({"lr_scheduler": torch.optim.lr_scheduler.StepLR}, trainer.ConfigError),
+        ({"training_data": object()}, TypeError),
+    ],
+)
+def test_what_fails_late_in_initialize_leaves_nothing_open(more: dict[str, Any], kind: type[Exception]) -> None:
+    made = [Recording(), Recording("the second error")]
+    model = nn.Linear(4, 4)
+    threads = threading.active_count()
+    with pytest.raises(kind):
+        trainer.initialize(model=model, config=config_of(), backends=lambda *_: Backends(*made), **more)
+    assert [backend.closed for backend in made] == [backend.opened for backend in made]
+    assert not model._forward_hooks
+    assert threading.active_count() == threads
+
+
+def _with_a_failed_update(monkeypatch: pytest.MonkeyPatch, made: list[Recording]) -> trainer.Engine:
+    engine = trainer.initialize(model=nn.Linear(4, 4), config=config_of(), backends=lambda *_: Backends(*made)).engine
+    monkeypatch.setattr(engine.optimizer, "close", Failing().wait)
+    return engine
+
+
+def test_closing_releases_everything_and_tells_once_what_stopped_an_update(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = [Recording("the daemon is gone"), Recording("the daemon is gone")]
+    engine = _with_a_failed_update(monkeypatch, made)
+    with pytest.raises(SwapError, match="the disk is gone") as caught:
+        engine.close()
+    assert caught.value.__context__ is None
+    assert all(backend.closed for backend in made)
+    assert not engine.module._forward_hooks
+    assert sum("the daemon is gone" in message for message in caplog.messages) == 1
+    engine.close()
+
+
+def test_what_a_call_has_told_closing_does_not_tell_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [Recording(), Recording()]
+    engine = _with_a_failed_update(monkeypatch, made)
+    error = SwapError("the disk is gone")
+
+    def stopped() -> None:
+        raise error
+
+    monkeypatch.setattr(engine.optimizer, "drain", stopped)
+    monkeypatch.setattr(engine.optimizer, "close", stopped)
+    with pytest.raises(SwapError):
+        engine.eval()(torch.ones(1, 4))
+    engine.close()
+    assert all(backend.closed for backend in made)
