@@ -26,8 +26,9 @@ SIZES = {
     "123m": DecoderSize(12, 768, 12, 24576, 64),
     "350m": DecoderSize(24, 1024, 16, 24576, 64),
 }
-WARM_UP = 4
-"""Steps not counted: two to record the access order, two to follow it."""
+WARM_UP = 7
+"""Steps not counted: two to know the order, one to rehearse updates in backward, two to record the accesses, two to
+follow them."""
 
 
 def config(options: argparse.Namespace, device: str, path: str, budget: int) -> dict[str, Any]:
@@ -36,8 +37,13 @@ def config(options: argparse.Namespace, device: str, path: str, budget: int) -> 
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "offloadd": {"host_bytes": budget, "timeout_s": 120},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": options.bucket,
+            "offload_param": place,
+            "offload_optimizer": place,
+        },
+        "offloadd": {"host_bytes": budget, "timeout_s": 120, "update_in_backward": not options.no_early},
     }
     if options.dtype == "bf16":
         tree["bf16"] = {"enabled": True}
@@ -95,6 +101,8 @@ def main() -> None:
     parser.add_argument("--share", type=float, nargs="+", default=[0.17, 0.5], help="host budget / bytes of the states")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--bucket", type=int, default=10_000_000, help="reduce_bucket_size")
+    parser.add_argument("--no-early", action="store_true", help="without update_in_backward")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--dir", default=".", help="directory on the device to measure")

@@ -101,6 +101,7 @@ class EarlyWorks:
         self.taken += len(self._offered) - undone
         if self.stage is Stage.REHEARSAL:
             self._count = max(1, len(self._offered) - undone)
+        self._offered.clear()
 
     def _needed_again(self, zero: ZeroParam) -> None:
         if zero not in self._reduced:

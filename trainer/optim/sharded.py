@@ -113,8 +113,8 @@ class ShardedAdam(torch.optim.Optimizer):
 
     def abandon(self) -> bool:
         """The step that has begun will not be taken. Returns whether parts of it were already."""
-        if self.early is not None and self._deferred is not None:
-            self._halved = self._halved or self.early.begun
+        if self.early is not None and self._deferred is not None and self.early.begun:
+            self._halved = True
             self.early.end(len(self._deferred.take_back()))
         return self._halved
 
@@ -137,9 +137,9 @@ class ShardedAdam(torch.optim.Optimizer):
         else:
             undone = self._deferred.take_back()
             settled = self.early.stage is Stage.SETTLED
-            self.early.end(len(undone))
             # Once settled the order is that of the plan; in a rehearsal what was not begun is done in forward's order.
             late = [work for work in self._others if not self.early.offered(work) or (work in undone and not settled)]
+            self.early.end(len(undone))
             self._deferred.add((undone if settled else []) + self._first + late)
 
     def _begin(self, grad_scale: float) -> None:

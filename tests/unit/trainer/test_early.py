@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,28 @@ def test_a_step_half_taken_is_completed_by_step(half_taken: trainer.Engine) -> N
     half_taken.step()
     train(half_taken, 1)
     assert half_taken.global_steps == SETTLED_STEPS + 2
+
+
+def test_a_step_taken_is_completed_by_close(half_taken: trainer.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = half_taken.optimizer
+    update, drain, go_on, updated = optimizer._update, optimizer.drain, threading.Event(), []
+
+    def held(*arguments: Any) -> None:
+        go_on.wait(10)
+        updated.append(1)
+        update(*arguments)
+
+    def draining() -> None:
+        go_on.set()
+        drain()
+
+    half_taken.step()
+    optimizer.drain()
+    monkeypatch.setattr(optimizer, "_update", held)
+    monkeypatch.setattr(optimizer, "drain", draining)
+    optimizer.apply(1.0)
+    half_taken.close()
+    assert len(updated) == sum(len(work.pieces) for work in optimizer._works)
 
 
 def test_an_evaluation_before_the_step_is_refused(half_taken: trainer.Engine) -> None:
