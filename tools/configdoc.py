@@ -29,9 +29,13 @@ units (`512MiB`, `2GB`). An unknown key is an error that names the nearest known
 TRAINER_HEAD = """
 ## The trainer
 
-A DeepSpeed-style JSON file or dict. Every key below is known by name and type, at every level; what is not built yet
-is refused with "not supported yet", anything else with the nearest known key. Both spellings of ZeRO-3's keys
-(`stage3_X` and `X`) are accepted. `"auto"` is replaced by the default, and said so, where there is one.
+A DeepSpeed-style JSON file or dict. Every key below is known by name and type, at every level; any other is refused
+with the nearest known key. What is marked "Not supported yet" may be present with its default, and is refused with any
+other value. Both spellings of ZeRO-3's keys (`stage3_X` and `X`) are accepted. `"auto"` is replaced by the default, and
+said so, where there is one.
+
+Mistakes end a script with its own line and one sentence. `TRAINER_TRACEBACK=full` in the environment shows the whole
+traceback.
 """
 
 
@@ -55,6 +59,10 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         inner = _model_of(field.annotation)
+        if inner is not None and not getattr(inner, "built", True):
+            known = ", ".join(f"`{inside.alias or spelling}`" for spelling, inside in inner.model_fields.items())
+            yield f"| `{key}` | | Not supported yet: refused if it asks for anything. Known keys: {known}. |"
+            continue
         if inner is not None:
             yield from _rows(inner, key + ".")
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -32,6 +32,9 @@ class Block(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    built: ClassVar[bool] = True
+    """False: the keys are known so that existing files load, and asking for anything is refused."""
 
     @classmethod
     def known_keys(cls) -> dict[str, str]:

@@ -5,7 +5,7 @@ A block that is not built may be present as long as it asks for nothing (enabled
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ DtypeName = Literal["fp32", "fp16", "bf16"]
 
 class Fp16Config(Block):
     """fp16: known, not built."""
+
+    built: ClassVar[bool] = False
 
     enabled: bool = False
     auto_cast: bool = False
@@ -32,12 +34,15 @@ class Bf16Config(Block):
     """bf16: the model runs in bfloat16, with fp32 master weights and moments."""
 
     enabled: bool = False
+    """Train in bfloat16; parameters are cast when the model is sharded."""
     immediate_grad_update: bool = False
     """Accepted; gradients are always accumulated right away."""
     check_grad_overflow: bool = True
     """Accepted; as in DeepSpeed's stage 3, a non-finite gradient does not skip the step. It is counted and named."""
     bf16_master_weights_and_grads: bool = False
+    """Not supported yet."""
     bf16_optimizer_states: bool = False
+    """Not supported yet."""
 
 
 class DataTypesConfig(Block):
@@ -51,18 +56,25 @@ class OptimizerParams(Block):
     """optimizer.params, of Adam and AdamW."""
 
     lr: float = 1e-3
+    """Learning rate."""
     betas: list[float] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
+    """Decay of the two moments per step."""
     eps: float = 1e-8
+    """Added to the denominator."""
     weight_decay: float = 0.0
     """DeepSpeed's default. torch.optim.AdamW's is 0.01."""
     bias_correction: bool = True
+    """False is not supported yet."""
     adam_w_mode: bool = True
     """For type Adam: decoupled weight decay, as DeepSpeed does unless told otherwise."""
     torch_adam: bool = False
     """Use the torch reference instead of the native kernel. Same bits, slower."""
     amsgrad: bool = False
+    """Not supported yet."""
     fused: bool | None = None
+    """Accepted; the update is always fused."""
     foreach: bool | None = None
+    """Accepted; the update is always fused."""
 
 
 class OptimizerConfig(Block):
@@ -72,10 +84,13 @@ class OptimizerConfig(Block):
     """Adam or AdamW, in any case."""
     params: OptimizerParams = OptimizerParams()
     legacy_fusion: bool = False
+    """Accepted; has no effect here."""
 
 
 class SchedulerConfig(Block):
     """scheduler: known, not built; pass a torch scheduler object to `initialize`."""
+
+    built: ClassVar[bool] = False
 
     type: str | None = None
     params: dict[str, Any] = Field(default_factory=dict)
@@ -83,6 +98,8 @@ class SchedulerConfig(Block):
 
 class ActivationCheckpointingConfig(Block):
     """activation_checkpointing: known, not built; torch.utils.checkpoint works."""
+
+    built: ClassVar[bool] = False
 
     partition_activations: bool = False
     cpu_checkpointing: bool = False
@@ -96,10 +113,13 @@ class ParallelWriteConfig(Block):
     """checkpoint.parallel_write."""
 
     pipeline_stage: bool = False
+    """Accepted; there are no checkpoints yet."""
 
 
 class CheckpointWriterConfig(Block):
     """checkpoint.writer."""
+
+    built: ClassVar[bool] = False
 
     type: str = "FAST"
     io_buffer_size: Bytes = 64 << 20
@@ -114,15 +134,21 @@ class CheckpointConfig(Block):
     """checkpoint."""
 
     tag_validation: str = "Warn"
+    """Accepted; there are no checkpoints yet."""
     load_universal: bool = False
+    """Not supported yet."""
     use_node_local_storage: bool = False
+    """Accepted; there are no checkpoints yet."""
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
     checkpoint_serialization: bool = True
+    """Accepted; there are no checkpoints yet."""
     writer: CheckpointWriterConfig | None = None
 
 
 class FlopsProfilerConfig(Block):
     """flops_profiler: known, not built."""
+
+    built: ClassVar[bool] = False
 
     enabled: bool = False
     profile_step: Count = 1
@@ -136,6 +162,8 @@ class FlopsProfilerConfig(Block):
 class CommsLoggerConfig(Block):
     """comms_logger: known, not built."""
 
+    built: ClassVar[bool] = False
+
     enabled: bool = False
     prof_all: bool = True
     prof_ops: list[str] = Field(default_factory=list)
@@ -145,6 +173,8 @@ class CommsLoggerConfig(Block):
 
 class MonitorConfig(Block):
     """tensorboard, wandb, csv_monitor, comet: known, not built."""
+
+    built: ClassVar[bool] = False
 
     enabled: bool = False
     output_path: str | None = None
@@ -164,6 +194,8 @@ class MonitorConfig(Block):
 class ElasticityConfig(Block):
     """elasticity: known, not built."""
 
+    built: ClassVar[bool] = False
+
     enabled: bool = False
     max_train_batch_size: Count = 2000
     micro_batch_sizes: list[int] = Field(default_factory=lambda: [2, 4, 6])
@@ -180,5 +212,7 @@ class ElasticityConfig(Block):
 
 class SwitchConfig(Block):
     """A feature with an `enabled` switch whose other keys are not known here because it is not built."""
+
+    built: ClassVar[bool] = False
 
     enabled: bool = False

@@ -32,8 +32,11 @@ class TrainerConfig(Block):
     """The top level."""
 
     train_batch_size: Count | None = Field(default=None, ge=1)
+    """Samples per step over all ranks: the micro-batch times accumulation times ranks. What is not given follows."""
     train_micro_batch_size_per_gpu: Count | None = Field(default=None, ge=1)
+    """Samples per rank and micro-step. Give this or train_batch_size."""
     gradient_accumulation_steps: Count | None = Field(default=None, ge=1)
+    """Micro-steps per step; None: what the batch sizes say, or 1."""
     gradient_clipping: float = Field(default=1.0, ge=0.0)
     """Largest gradient norm; 0 turns clipping off. 1.0 as in DeepSpeed 0.19; older releases had 0."""
     zero_optimization: ZeroConfig = ZeroConfig()
@@ -50,17 +53,27 @@ class TrainerConfig(Block):
     steps_per_print: Count | None = None
     """Accepted; nothing is printed."""
     wall_clock_breakdown: bool = False
+    """Not supported yet."""
     memory_breakdown: bool = False
+    """Not supported yet."""
     dump_state: bool = False
+    """Accepted; nothing is printed."""
     seed: Count | None = None
     """Accepted; seeding is the caller's business."""
     prescale_gradients: bool = False
+    """Not supported yet."""
     gradient_predivide_factor: float = 1.0
+    """Not supported yet."""
     sparse_gradients: bool = False
+    """Not supported yet."""
     disable_allgather: bool = False
+    """Accepted; has no effect at stage 3."""
     zero_allow_untested_optimizer: bool = False
+    """Accepted; Adam and AdamW are what there is."""
     zero_force_ds_cpu_optimizer: bool = True
+    """Accepted; the optimizer is always our own."""
     managed_gradient_accumulation: bool = True
+    """False is not supported yet."""
     activation_checkpointing: blocks.ActivationCheckpointingConfig = blocks.ActivationCheckpointingConfig()
     flops_profiler: blocks.FlopsProfilerConfig = blocks.FlopsProfilerConfig()
     comms_logger: blocks.CommsLoggerConfig = blocks.CommsLoggerConfig()
@@ -77,8 +90,11 @@ class TrainerConfig(Block):
     autotuning: blocks.SwitchConfig = blocks.SwitchConfig()
     nebula: blocks.SwitchConfig = blocks.SwitchConfig()
     tensor_parallel: dict[str, Any] | None = None
+    """Not supported yet."""
     sequence_parallel_size: Count = 1
+    """Not supported yet."""
     compile: dict[str, Any] | None = None
+    """Not supported yet."""
 
 
 _SWITCHES = (

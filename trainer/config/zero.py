@@ -7,7 +7,7 @@ have no effect, so that an existing file loads.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ from trainer.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 class LeafModuleConfig(Block):
     """zero_optimization.leaf_module: not built; empty lists are accepted."""
 
+    built: ClassVar[bool] = False
+
     classes: list[str] = Field(default_factory=list)
     names: list[str] = Field(default_factory=list)
     name_suffixes: list[str] = Field(default_factory=list)
@@ -26,12 +28,16 @@ class LeafModuleConfig(Block):
 class LoCoConfig(Block):
     """zero_optimization.zeropp_loco_param: known, not built."""
 
+    built: ClassVar[bool] = False
+
     err_beta: float = 0.8
     reset_T: Count = 1024
 
 
 class ZenFlowConfig(Block):
     """zero_optimization.zenflow: known, not built."""
+
+    built: ClassVar[bool] = False
 
     topk_ratio: float = 0.1
     select_strategy: str = "auto"
@@ -73,14 +79,19 @@ class ZeroConfig(Block):
     max_reuse_distance: Count = Field(default=1_000_000_000, alias="stage3_max_reuse_distance")
     """A parameter used again within this many elements of parameters stays gathered; 0 releases always."""
     gather_16bit_weights_on_model_save: bool = Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
+    """Accepted; there are no checkpoints yet."""
     use_all_reduce_for_fetch_params: bool = Field(default=False, alias="stage3_use_all_reduce_for_fetch_params")
+    """Not supported yet."""
     allgather_sequential: bool = Field(default=False, alias="stage3_allgather_sequential")
     """Accepted; each parameter is a gather of its own here."""
     module_granularity_threshold: Count = Field(default=0, alias="stage3_module_granularity_threshold")
+    """Not supported yet."""
     memory_efficient_linear: bool = True
     """Accepted; a released weight's bytes are given back whatever autograd saved of it."""
     load_from_fp32_weights: bool = True
+    """Accepted; there are no checkpoints yet."""
     pipeline_loading_checkpoint: bool = False
+    """Not supported yet."""
     override_module_apply: bool = True
     """Inside zero.Init, Module.apply sees gathered parameters and its edits are kept."""
     log_trace_cache_warnings: bool = False
@@ -88,28 +99,46 @@ class ZeroConfig(Block):
     enable_sanity_checks: bool = False
     """Accepted; ranks compare what they are about to gather or reduce in any case."""
     elastic_checkpoint: bool = False
+    """Not supported yet."""
     zenflow: ZenFlowConfig | None = None
     zero_hpz_partition_size: Count = 1
+    """Not supported yet."""
     zero_quantized_weights: bool = False
+    """Not supported yet."""
     zero_quantized_nontrainable_weights: bool = False
+    """Not supported yet."""
     zero_quantized_gradients: bool = False
+    """Not supported yet."""
     zeropp_loco_param: LoCoConfig | None = None
     mics_shard_size: int = -1
+    """Not supported yet."""
     mics_hierarchical_params_gather: bool = False
+    """Not supported yet."""
     save_muon_momentum_buffer_in_memory: bool = False
+    """Not supported yet."""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     allgather_partitions: bool = True
+    """Accepted; acts at stages 1 and 2 only."""
     allgather_bucket_size: Count = 500_000_000
+    """Accepted; acts at stages 1 and 2 only."""
     use_multi_rank_bucket_allreduce: bool = True
+    """Accepted; acts at stages 1 and 2 only."""
     ignore_unused_parameters: bool = True
+    """Accepted; acts at stages 1 and 2 only."""
     round_robin_gradients: bool = False
+    """Accepted; acts at stages 1 and 2 only."""
     legacy_stage1: bool = False
+    """Accepted; acts at stages 1 and 2 only."""
     cpu_offload: bool | None = None
+    """Deprecated and refused; write offload_optimizer.device: cpu."""
     cpu_offload_param: bool | None = None
+    """Deprecated and refused; write offload_param.device: cpu."""
     cpu_offload_use_pin_memory: bool | None = None
+    """Deprecated and refused; write offload_param.pin_memory."""
     gather_fp16_weights_on_model_save: bool | None = Field(
         default=None, alias="stage3_gather_fp16_weights_on_model_save"
     )
+    """Deprecated and refused; write stage3_gather_16bit_weights_on_model_save."""
 
     @model_validator(mode="before")
     @classmethod

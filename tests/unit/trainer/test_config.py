@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic.fields import FieldInfo
 
-from trainer.config import ConfigError, load_config, resolve_batch
+from trainer.config import ConfigError, TrainerConfig, load_config, resolve_batch
+from trainer.config.base import Block
 
 
 def base(**more: Any) -> dict[str, Any]:
@@ -214,3 +218,49 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(value: float) -> None:
 def test_numbers_are_finite(params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="finite"):
         load_config({"zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam", "params": params}})
+
+
+def _fields(block: type[Block], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    for name, field in block.model_fields.items():
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        inner = next((kind for kind in kinds if issubclass(kind, Block)), None)
+        if inner is None:
+            yield (*path, name), field
+        elif inner.built:
+            yield from _fields(inner, (*path, name))
+
+
+FIELDS = dict(_fields(TrainerConfig))
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert [path for path, field in FIELDS.items() if not field.description] == []
+
+
+def _with(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = base(optimizer={"type": "AdamW"}, gradient_clipping=0.0)
+    level = raw
+    for name in path[:-1]:
+        level = level.setdefault(name, {})
+    level[path[-1]] = value
+    return raw
+
+
+@pytest.mark.parametrize("path", [path for path, f in FIELDS.items() if type(f.default) is bool], ids=".".join)
+def test_a_switch_is_marked_as_unsupported_if_and_only_if_it_is_refused(path: tuple[str, ...]) -> None:
+    field = FIELDS[path]
+    marked = "ot supported yet" in (field.description or "")
+    with pytest.raises(ConfigError, match="not supported yet") if marked else contextlib.nullcontext():
+        load_config(_with(path, not field.default))
+
+
+UNBUILT = [name for name, f in TrainerConfig.model_fields.items() if not getattr(type(f.default), "built", True)]
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_a_group_that_is_not_built_is_refused_when_it_asks_for_something(name: str) -> None:
+    switches = [
+        key for key, f in type(TrainerConfig.model_fields[name].default).model_fields.items() if f.default is False
+    ]
+    with pytest.raises(ConfigError, match="not supported yet"):
+        load_config(_with((name, switches[0]), True))
