@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 import secrets
 import select
 import signal
+import sqlite3
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -35,10 +34,11 @@ from offloadd.core.errors import Code, ConfigError, OffloadError
 from offloadd.core.stats import Snapshot
 from offloadd.core.units import human
 from offloadd.io.select import choose_engine
+from offloadd.lockfile import LockFile
 from offloadd.loop import PumpLoop
 from offloadd.pump import Pump
 from offloadd.scheduler.scheduler import Scheduler
-from offloadd.session.attach import AttachServer
+from offloadd.session.attach import AttachServer, remove_stale
 from offloadd.session.peer import Peer
 from offloadd.session.registry import Registry
 from offloadd.store.catalog import Catalog
@@ -53,6 +53,9 @@ log = logging.getLogger("offloadd.node")
 SERVICE = "offloadd.v1.ControlService"
 MESSAGE_BYTES_MAX = 16 << 20
 STOP_GRACE_SECONDS = 2.0
+SOCKET_PATH_BYTES_MAX = 107 - len(".attach")
+"""What the kernel takes for a Unix socket's name, less what the attach socket appends."""
+CATALOG_NAME = "catalog.sqlite"
 LOOK_SECONDS = 0.2
 """How often a private daemon looks whether it is still needed."""
 
@@ -77,7 +80,8 @@ class Node:
         if config.control.listen:
             check_loopback(config.control.listen, "control.listen")
         _check_memory(config.memory.host_bytes)
-        self._lock(config.control.socket)
+        _check_socket_path(config.control.socket)
+        self._exits.callback(LockFile(config.control.socket + ".lock", config.control.socket).release)
         self._engine, refusals = await asyncio.to_thread(
             choose_engine, config.io.engine, config.io.driver, config.io.checksum_threads
         )
@@ -93,42 +97,17 @@ class Node:
         self._heartbeat.ready = True
         await self._health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
 
-    def _lock(self, socket_path: str) -> None:
-        """One daemon per socket: gRPC would silently steal the path of a living one."""
-        directory = os.path.dirname(socket_path)
-        path = socket_path + ".lock"
-        try:
-            os.makedirs(directory, mode=0o755, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot create {path}: {error.strerror}; set control.socket to a path that user {os.getuid()} "
-                "may write"
-            ) from error
-        self._exits.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                raise
-            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise ConfigError(
-                f"another daemon (pid {owner}) serves {socket_path}; stop it or choose another control.socket"
-            ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-
     async def _build_rooms(self) -> None:
         config = self._config
-        state = config.session.state_dir
         wake: list[Callable[[], None]] = []
-        catalog = Catalog(
-            os.path.join(state, "catalog.sqlite") if state else ":memory:", lambda: wake[0]() if wake else None
-        )
+        catalog = _open_catalog(config.session.state_dir, lambda: wake[0]() if wake else None)
         self._exits.callback(catalog.close)
         self._volumes = Volumes(config.swap, config.io, self._engine)
         self._exits.callback(self._volumes.close)
-        await self._volumes.open(catalog)
+        try:
+            await self._volumes.open(catalog)
+        except sqlite3.Error as error:
+            raise _no_catalog(config.session.state_dir, error) from error
         self._store = Store(catalog)
         self._scheduler = Scheduler(self._volumes.windows())
         wait_ns = int(config.session.slot_wait_seconds * 1e9)
@@ -193,8 +172,7 @@ class Node:
 
     def _bind(self, server: grpc.aio.Server, mode: int) -> int:
         config = self._config.control
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(config.socket)  # we hold the lock, so nobody listens there
+        remove_stale(config.socket)  # we hold the lock, so nobody listens there
         umask = os.umask(0o777 & ~mode)
         try:
             server.add_insecure_port(f"unix:{config.socket}")
@@ -310,6 +288,33 @@ class Node:
         return render(snapshot, self._facts) if snapshot is not None else b""
 
 
+def _check_socket_path(path: str) -> None:
+    """The attach socket's name is the longer one."""
+    size = len(os.fsencode(path))
+    if not path or "\0" in path or size > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"control.socket is {path!r}, of {size} bytes; give a path of 1 to {SOCKET_PATH_BYTES_MAX} bytes"
+        )
+
+
+def _open_catalog(state: str | None, wake: Callable[[], None]) -> Catalog:
+    try:
+        return Catalog(os.path.join(state, CATALOG_NAME) if state else ":memory:", wake)
+    except (sqlite3.Error, ValueError) as error:
+        raise _no_catalog(state, error) from error
+
+
+def _no_catalog(state: str | None, error: Exception) -> ConfigError:
+    if state is None:
+        return ConfigError(f"the catalog in memory cannot be used: {error}; free memory on this node")
+    if not os.path.isdir(state):
+        return ConfigError(f"session.state_dir {state} is not a directory; create it, or leave the key out")
+    return ConfigError(
+        f"the catalog {os.path.join(state, CATALOG_NAME)} cannot be used: {error}; make the directory writable for "
+        f"user {os.getuid()}, move a broken file away, or set session.state_dir to another directory"
+    )
+
+
 def _check_memory(host_bytes: int) -> None:
     """What is promised to ranks must exist."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -331,8 +336,9 @@ async def _token(path: str) -> str:
             if not token:
                 token = secrets.token_hex(32)
                 await file.write(token + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot use the token file {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot use the token file {path}: {why}; set control.token_file to another") from error
     return token
 
 

@@ -92,10 +92,14 @@ class Catalog:
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_LIMIT)
         self._closed = False
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
-            self._database.execute(f"PRAGMA {pragma}").fetchall()
-        self._database.executescript(_SCHEMA)
-        self._database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        try:
+            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
+                self._database.execute(f"PRAGMA {pragma}").fetchall()
+            self._database.executescript(_SCHEMA)
+            self._database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        except BaseException:
+            self._database.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="offloadd-catalog", daemon=True)
         self._thread.start()
 

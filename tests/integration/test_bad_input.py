@@ -42,6 +42,7 @@ from torch import nn
 import trainer
 from offloadd.client import Code, Mode, OffloadError, ShardSpec, connect
 from offloadd.core.units import KIB, MIB
+from offloadd.store.catalog import Catalog
 from offloadd.wire.pb import control_pb2
 from tests.daemon import ROOT, running, start, until
 from tests.integration.test_restricted import round_trip
@@ -225,6 +226,96 @@ def test_a_number_without_an_end_is_refused_by_the_daemon_too(number: float) -> 
             session.control.call(session.control.stub.Reserve, reserve, 10)
         assert caught.value.code is Code.BAD_REQUEST
         session.close()
+
+
+# ---- a daemon that cannot start --------------------------------------------------------------------------------------
+
+
+def _state(directory: Path, kind: str) -> Path:
+    """A state_dir of which no catalog can be made."""
+    state = directory / "state"
+    if kind == "a file":
+        state.write_text("mine")
+    elif kind != "missing":
+        state.mkdir()
+        if kind == "corrupted":
+            (state / "catalog.sqlite").write_bytes(b"not a database" * 1000)
+        elif kind == "damaged inside":
+            catalog = Catalog(str(state / "catalog.sqlite"))
+            catalog.put_calibration("x", "y" * 100_000).result(10)
+            catalog.close()
+            with (state / "catalog.sqlite").open("r+b") as file:
+                file.seek(4096)
+                file.write(b"\xff" * 40_000)
+        elif kind == "a directory in its place":
+            (state / "catalog.sqlite").mkdir()
+    return state
+
+
+def refused_start(directory: Path, restrictions: tuple[str, ...] = (), **settings: object) -> str:
+    """Start a daemon that must refuse; returns its sentence."""
+    (directory / "log").unlink(missing_ok=True)
+    with pytest.raises(RuntimeError) as caught:
+        start(directory, restrictions, **settings)
+    text = str(caught.value)
+    assert "Traceback" not in text
+    errors = [line for line in text.splitlines() if " ERROR " in line]
+    assert len(errors) == 1, text
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("a file", "is not a directory; create it"),
+        ("missing", "is not a directory; create it"),
+        ("read-only", "make the directory writable"),
+        ("corrupted", "file is not a database; .* move a broken file away"),
+        ("damaged inside", "malformed.* move a broken file away"),
+        ("a directory in its place", "unable to open database file"),
+    ],
+)
+def test_a_state_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path, kind: str, said: str) -> None:
+    state = _state(tmp_path, kind)
+    restrictions = (f"tmpfs=ro:{state}",) if kind == "read-only" else ()
+    more = {"io__calibrate_seconds": 0.1} if kind == "damaged inside" else {}
+    assert re.search(said, refused_start(tmp_path, restrictions, session__state_dir=state, **more))
+
+
+def test_a_socket_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    long, folder, file = f"/tmp/{'x' * 100}", tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    file.write_text("mine")
+    (tmp_path / "beside.attach").mkdir()
+    for path, said in (
+        (long, "of 105 bytes; give a path of 1 to 100 bytes"),
+        ("", "of 0 bytes; give a path"),
+        (folder, f"{folder} is there and is not a socket"),
+        (file, f"{file} is there and is not a socket"),
+        (tmp_path / "beside", f"{tmp_path}/beside.attach is there and is not a socket"),
+        (file / "o.sock", "cannot create .*: (Not a directory|File exists)"),
+    ):
+        assert re.search(said, refused_start(tmp_path, control__socket=path))
+    assert file.read_text() == "mine"
+    assert not list(tmp_path.glob("*.lock"))
+
+
+@pytest.mark.parametrize("key", ["telemetry", "control"])
+def test_a_port_in_use_is_one_sentence(tmp_path: Path, key: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = refused_start(tmp_path, **{f"{key}__listen": address})
+        assert re.search(rf"cannot listen on {address}.*{key}.listen", said)
+
+
+def test_a_token_file_that_is_not_text_is_one_sentence(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(b"\xff\xfe" * 20)
+    token.chmod(0o600)
+    said = refused_start(tmp_path, control__listen="127.0.0.1:0", control__token_file=token)
+    assert f"cannot use the token file {token}: it is not text" in said
 
 
 # ---- ranks together --------------------------------------------------------------------------------------------------
