@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,61 @@ def batch(size: DecoderSize, count: int, generator: torch.Generator) -> tuple[to
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+class PeakAnonymous:
+    """This process's anonymous memory, sampled by a thread until the block ends."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> PeakAnonymous:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._end.wait(0.002):
+            self.bytes = max(self.bytes, peak_bytes(os.getpid())["anonymous"])
+
+
+@contextlib.contextmanager
+def saved_bytes(engine: trainer.Engine) -> Iterator[list[int]]:
+    """Bytes that autograd saves in the block, each storage once, parameters left out."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in {zero.storage.data_ptr() for zero in engine.params.params}:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    total: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+    total.append(sum(seen.values()))
+
+
+def memory_step(engine: trainer.Engine, tokens: torch.Tensor, targets: torch.Tensor, before: int) -> dict[str, int]:
+    """One step more, for memory: its peak of anonymous bytes since `before`, and what that should be made of."""
+    with PeakAnonymous() as peak:
+        with saved_bytes(engine) as activations:
+            loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+    statistics = engine.statistics()
+    return {
+        "anonymous_peak": peak.bytes,
+        "anonymous_after_initialize": before,
+        "gathered_parameters_max": int(engine.params.live_numel_max) * engine.params.params[0].dtype.itemsize,
+        "activations": activations[0],
+        "gradients": int(statistics["gradient_bytes"]),
+    }
+
+
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -39,6 +97,7 @@ def main() -> None:
     with trainer.zero.Init(config_dict_or_path=task["config"]):
         model = Decoder(size)
     engine, _, _, _ = trainer.initialize(model=model, config=task["config"])
+    after_initialize = peak_bytes(os.getpid())["anonymous"]
     generator = torch.Generator().manual_seed(1234 + 17 * rank)
     backend = engine.backends.param
     rows: list[dict[str, Any]] = []
@@ -60,8 +119,9 @@ def main() -> None:
             if key.endswith("_bytes") or key.startswith("stall") or key == "fetch_wait_seconds"
         }
         rows.append({"seconds": t3 - t0, "forward": t1 - t0, "backward": t2 - t1, "optimizer": t3 - t2, **moved})
+    memory = memory_step(engine, *batch(size, task["batch"], generator), after_initialize)
     _add_bytes(rows, world, size.parameters())
-    document = {"steps": rows, "mixed_bps": _mixed_bandwidth(backend), "memory": peak_bytes(os.getpid())}
+    document = {"steps": rows, "mixed_bps": _mixed_bandwidth(backend), "memory": memory}
     if rank == 0:
         Path(task["out"]).write_text(json.dumps(document))
     dist.barrier()
