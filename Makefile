@@ -11,6 +11,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
+	@echo "setting up $(VENV): a minute or more, with PyTorch to download"
 	$(PY) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[trainer,demo,dev]'

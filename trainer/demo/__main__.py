@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from offloadd.core.units import MIB, human
 from trainer.demo.model import DecoderSize
@@ -50,9 +50,10 @@ def main() -> int:
         "batch": options.batch,
         "digest_step": options.compare - 1,
     }
-    plain = _run("without offload", out / "plain", task, options.compare, _config(dtype, options, None))
+    plain = _run("without offload", out / "runs" / "plain", task, options.compare, _config(dtype, options, None))
     place = {"device": "nvme", "nvme_path": str(swap)}
-    ours = _run("all on NVMe", out / "nvme", task, options.steps, _config(dtype, options, place, budget))
+    ours = _run("all on NVMe", out / "runs" / "nvme", task, options.steps, _config(dtype, options, place, budget))
+    swap.rmdir()  # The private daemon has taken its files along.
     result = _result(options, size, dtype, states, budget, plain, ours)
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(out / "demo.png", ours, plain, result["unigram_entropy"], result["held_out_loss"])
@@ -109,7 +110,7 @@ def _config(dtype: str, options: argparse.Namespace, place: dict[str, str] | Non
 
 
 def _run(title: str, out: Path, task: dict[str, Any], steps: int, config: dict[str, Any]) -> Run:
-    out.mkdir()
+    out.mkdir(parents=True)
     file = out / "task.json"
     file.write_text(json.dumps(task | {"steps": steps, "config": config, "out": str(out)}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
@@ -132,8 +133,9 @@ def _run(title: str, out: Path, task: dict[str, Any], steps: int, config: dict[s
 
 def _follow(title: str, process: subprocess.Popen[bytes], log: Path, steps: int) -> None:
     """Show a bar with loss, tokens/s, disk rates and stall share until the run ends."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-               TextColumn("{task.fields[figures]}"), TimeRemainingColumn())  # fmt: skip
+    # Narrow enough for a terminal of 80 columns.
+    columns = (TextColumn("{task.description}"), BarColumn(8), TextColumn("{task.completed}/{task.total}"),
+               TextColumn("{task.fields[figures]}"))  # fmt: skip
     with Progress(*columns) as progress:
         bar = progress.add_task(title, total=steps, figures="starting")
         while True:
@@ -163,7 +165,7 @@ def _rows(log: Path) -> list[dict[str, Any]]:
 
 def _figures(rows: list[dict[str, Any]]) -> str:
     last = rows[-1]
-    text = f"loss {last['mean_loss']:.3f}  {WORLD * 8 * 64 / last['seconds']:.0f} tokens/s"
+    text = f"loss {last['mean_loss']:.3f} {WORLD * 8 * 64 / last['seconds']:.0f} tokens/s"
     if len(rows) > 1 and "disk_read_bytes" in last["swap"]:
         before, seconds = rows[-2], last["seconds"]
         read, written = (
@@ -171,7 +173,7 @@ def _figures(rows: list[dict[str, Any]]) -> str:
             for key in ("disk_read_bytes", "disk_written_bytes")
         )
         stalled = sum(v - before["swap"][k] for k, v in last["swap"].items() if k.startswith("stall_seconds_"))
-        text += f"  read {read:.0f} write {written:.0f} MB/s  stalled {min(1.0, stalled / seconds):.0%}"
+        text += f" r {read:.0f} w {written:.0f} MB/s stalled {min(1.0, stalled / seconds):.0%}"
     return text
 
 
@@ -185,6 +187,8 @@ def _result(
     later = moved[3:] or moved
     stalls = stall_seconds(ours.steps)
     seconds = sum(row["seconds"] for row in rows)
+    step, plain_step = median_step(rows), median_step(plain.steps[0])
+    io_utilisation = sum(log[-1]["swap"].get("io_utilisation", 0.0) for log in ours.steps)
     daemon = ours.opening[0]["daemon"]
     daemon_peak = max(row["daemon_memory"].get("peak", 0) for row in rows)
     result: dict[str, Any] = {
@@ -201,10 +205,11 @@ def _result(
         "held_out_loss": ours.closing[0]["held_out"],
         "unigram_entropy": text.unigram_entropy(),
         "parity": parity(plain, ours),
-        "step_seconds": median_step(rows),
-        "plain_step_seconds": median_step(plain.steps[0]),
+        "step_seconds": step,
+        "plain_step_seconds": plain_step,
         "bytes_per_parameter_step": sum(later) / len(later) / size.parameters(),
-        "io_utilisation": sum(log[-1]["swap"].get("io_utilisation", 0.0) for log in ours.steps),
+        "io_utilisation": io_utilisation,
+        "step_efficiency": max(plain_step / step, io_utilisation),
         "stall_share": sum(map(sum, stalls.values())) / seconds,
         "stall_seconds": {cause: sum(values) for cause, values in stalls.items()},
         "memory": {

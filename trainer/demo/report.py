@@ -105,7 +105,10 @@ def table(result: dict[str, Any]) -> str:
     rows = [
         ("model", f"{result['parameters'] / 1e6:.1f} M parameters, {result['dtype']}, {result['world']} ranks"),
         ("states (parameters + optimizer)", human(result["states_bytes"])),
-        ("host budget, all ranks", f"{human(result['budget_bytes'])} ({result['budget_share']:.0%} of the states)"),
+        (
+            "daemon's memory for states (host budget)",
+            f"{human(result['budget_bytes'])} ({result['budget_share']:.0%} of the states)",
+        ),
         ("engine", f"{result['engine']}/{result['driver']}"),
         ("held-out loss", f"{result['held_out_loss']:.3f} nats (unigram entropy {result['unigram_entropy']:.3f})"),
         (
@@ -114,10 +117,17 @@ def table(result: dict[str, Any]) -> str:
         ),
         ("step", f"{result['step_seconds']:.3f} s (without offload {result['plain_step_seconds']:.3f} s)"),
         ("read + written per parameter and step", f"{result['bytes_per_parameter_step']:.1f} B"),
-        ("disk limit: bytes / mixed bandwidth / step", f"{result['io_utilisation']:.0%}"),
+        ("disk's share: bytes / (calibrated bandwidth x step)", f"{result['io_utilisation']:.0%}"),
+        ("efficiency: the longer of compute and disk / step", f"{result['step_efficiency']:.0%}"),
         ("stalled share of the step", f"{result['stall_share']:.0%}"),
-        ("daemon, peak resident", f"{human(memory['daemon_peak'])} (allowed {human(memory['daemon_allowed'])})"),
-        ("ranks, peak anonymous", ", ".join(human(value) for value in memory["rank_anonymous"])),
+        (
+            "daemon, peak resident (budget and its code)",
+            f"{human(memory['daemon_peak'])} (allowed {human(memory['daemon_allowed'])})",
+        ),
+        (
+            "ranks, own memory (torch, activations, gradients)",
+            ", ".join(human(value) for value in memory["rank_anonymous"]),
+        ),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
