@@ -65,6 +65,8 @@ class RestingParams:
     # ---- making -------------------------------------------------------------------------------------------------
     def partition(self, param: torch.nn.Parameter, name: str) -> None:
         """Take over an ordinary parameter: rank 0's values, of which this rank keeps its shard."""
+        if torch.nn.parameter.is_lazy(param):
+            raise UsageError(f"zero.Init: {name} has no shape before the first forward; give its layer its input size")
         if param.device.type != "cpu":
             raise UsageError(f"zero.Init: {name} is made on device {param.device.type}; make the model on the cpu")
         original = param.data

@@ -261,6 +261,11 @@ def test_a_parameter_without_values_is_refused() -> None:
         nn.Linear(3, 3, device="meta")
 
 
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    with pytest.raises(trainer.zero.UsageError, match=r"LazyLinear\.weight has no shape"), trainer.zero.Init():
+        nn.LazyLinear(3)
+
+
 def test_an_encoder_trains_as_one_made_outside() -> None:
     def losses(inside: bool) -> list[float]:
         torch.manual_seed(0)
