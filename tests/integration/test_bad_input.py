@@ -15,6 +15,9 @@ integration/test_lifecycle.py |
 | another world size than the job's | unit/session/test_registry.py: a_rank_with_another_world_size_is_refused |
 | non-finite gradients | unit/trainer/test_engine.py: a_non_finite_gradient_is_counted_and_named_once |
 | a parameter touched outside forward | unit/trainer/test_stub.py: values_are_refused_with_name_shape_and_remedy |
+| what the author of a script sees of a mistake | unit/trainer/test_boundary.py |
+| times and rates that are not finite | unit/trainer/test_config.py: numbers_are_finite |
+| constructors that zero.Init cannot follow | unit/trainer/test_constructors.py |
 | 64 KiB of locked memory, io_uring forbidden | integration/test_restricted.py, integration/test_cases.py |
 """
 
