@@ -8,6 +8,7 @@ from under the daemon.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,20 +18,44 @@ import threading
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.units import PAGE_BYTES, align_up, human
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
 
 class Region:
-    """A session's part of the arena, mapped in the daemon until `close`."""
+    """A session's part of the arena, mapped in the daemon until `close`. Making and closing one is slow and belongs in
+    a thread."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        """OSError when the kernel has no memory left; nothing of it is kept then."""
         self.offset = offset
         self.length = length
         self._map = mmap.mmap(descriptor, length, offset=offset)
-        self._map.madvise(mmap.MADV_DONTFORK)
         self.memory = memoryview(self._map)
+        try:
+            self._map.madvise(mmap.MADV_DONTFORK)
+            os.posix_fallocate(descriptor, offset, length)
+            # Best effort: what is not in the page table yet is put there when the engine pins it, which takes longer.
+            with contextlib.suppress(OSError):
+                self._advise(_MADV_POPULATE_WRITE)
+        except BaseException:
+            self.close()
+            raise
+
+    def _advise(self, advice: int) -> None:
+        """mmap.madvise keeps every thread of the process waiting until the kernel is done, 0.1 s and more per GiB."""
+        start = ctypes.c_char.from_buffer(self._map)
+        try:
+            if _LIBC.madvise(ctypes.addressof(start), self.length, advice):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+        finally:
+            del start  # or the mapping could not be closed
 
     def close(self) -> None:
         """Give the pages back to the kernel and unmap. The engine must have let go of `memory` before."""
-        self._map.madvise(mmap.MADV_REMOVE)
+        self._advise(mmap.MADV_REMOVE)
         self.memory.release()
         # If something still exports a view of the mapping, the pages are gone already, and the address range goes
         # when the last view dies.
@@ -58,8 +83,10 @@ class Arena:
     def _grow(self, length: int) -> Region:
         offset = self._length
         try:
-            os.ftruncate(self.descriptor, offset + length)
-            os.posix_fallocate(self.descriptor, offset, length)
+            # One that was refused has left the file longer, and the seal forbids to shorten it.
+            if os.fstat(self.descriptor).st_size < offset + length:
+                os.ftruncate(self.descriptor, offset + length)
+            region = Region(self.descriptor, offset, length)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
@@ -69,7 +96,7 @@ class Arena:
                 "lower memory.host_bytes or free memory on this node",
             ) from error
         self._length = offset + length
-        return Region(self.descriptor, offset, length)
+        return region
 
     def close(self) -> None:
         """Blocking: waits for a `grow` under way, which must not go on with a descriptor that is someone else's."""
