@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from offloadd.control.describe import counters
@@ -22,6 +22,7 @@ from offloadd.io.engine import Engine
 from offloadd.pump import Pump
 from offloadd.ring.shared import RingEndpoint
 from offloadd.ring.stream import StreamEndpoint
+from offloadd.scheduler.plan import AccessPlan
 from offloadd.scheduler.scheduler import Scheduler
 from offloadd.session.arena import Region
 from offloadd.session.peer import Peer
@@ -70,6 +71,17 @@ async def _to_the_end(work: Coroutine[Any, Any, _Result]) -> _Result:
     # If nobody waits any more, its error is nobody's.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
+
+
+async def _in_slices(work: Generator[None, None, _Result]) -> _Result:
+    """Run a long piece of work that belongs on the loop; others get a turn wherever it yields."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            result: _Result = done.value
+            return result
+        await asyncio.sleep(0)
 
 
 class Lifecycle:
@@ -277,7 +289,7 @@ class Lifecycle:
             files = self._files[session.job]
             first = len(self._store.holdings(session.id).shards)
             charged = session.swap_bytes
-            registration = self._store.prepare_registration(session.id, specs)
+            registration = await _in_slices(self._store.prepare_registration(session.id, specs))
             try:
                 self._registry.charge_swap(session, self._store.holdings(session.id).swap_used)
                 for file, length in registration.grow.items():
@@ -290,17 +302,31 @@ class Lifecycle:
             await asyncio.wrap_future(self._store.commit_registration(registration))
             return first, registration.swap_bytes
 
-    def plan(self, session: Session, accesses: Sequence[tuple[int, int, int]], steps: int) -> None:
-        """(shard, tile, mode) in numbers within the session; unknown ones are refused. `steps`: training steps that
-        the plan covers."""
-        keys = []
-        for shard, tile, _ in accesses:
-            key = self._store.resolve(session.id, shard, tile)
-            if key is None:
-                raise OffloadError(Code.UNKNOWN_SHARD, f"{session.title}: plan: there is no shard {shard} tile {tile}")
-            keys.append(key)
-        overwrites = {index for index, access in enumerate(accesses) if access[2] == Mode.OVERWRITE}
-        self._pump.set_plan(session.id, keys, overwrites, steps)
+    async def plan(
+        self, session: Session, shards: Sequence[int], tiles: Sequence[int], modes: Sequence[int], steps: int
+    ) -> None:
+        """What is fetched in which order, in numbers within the session; unknown ones are refused. `steps`: training
+        steps that the plan covers. A long plan is made, and its predecessor unmade, in a thread."""
+        async with session.changing:
+            self._check_open(session)
+
+            def make() -> AccessPlan:
+                # Only reads, and what it reads changes with registrations only, which `changing` keeps out.
+                keys = []
+                for shard, tile in zip(shards, tiles, strict=True):
+                    key = self._store.resolve(session.id, shard, tile)
+                    if key is None:
+                        raise OffloadError(
+                            Code.UNKNOWN_SHARD, f"{session.title}: plan: there is no shard {shard} tile {tile}"
+                        )
+                    keys.append(key)
+                overwrites = {index for index, mode in enumerate(modes) if mode == Mode.OVERWRITE}
+                return AccessPlan(keys, 0, overwrites, steps)
+
+            plan = await asyncio.to_thread(make)
+            self._check_open(session)
+            replaced = [self._pump.follow(session.id, plan)]
+            await asyncio.to_thread(replaced.clear)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
     def connection_lost(self, ticket: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from offloadd.wire.pb import control_pb2, control_pb2_grpc
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SHARDS_PER_CALL_MAX = 100_000
-PLAN_LENGTH_MAX = 4_000_000
+PLAN_LENGTH_MAX = 1 << 20
 TIMEOUT_SECONDS_MAX = 3600.0
 
 
@@ -124,10 +125,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             raise OffloadError(
                 Code.BAD_REQUEST, f"{len(request.shards)} shards in one call; send at most {SHARDS_PER_CALL_MAX}"
             )
-        specs = [
-            ShardSpec(s.name, s.dtype, s.length, s.kind, on_disk=not s.in_memory_only, tile_bytes=s.tile_bytes)
-            for s in request.shards
-        ]
+        specs = await asyncio.to_thread(_specs, request)
         first, used = await self._lifecycle.register(session, specs)
         return control_pb2.RegisterShardsResponse(first_shard=first, swap_bytes_used=used)
 
@@ -143,8 +141,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 f"a plan of {len(request.shards)} shards, {len(request.tiles)} tiles and {len(request.modes)} modes; "
                 f"all must be as long, {PLAN_LENGTH_MAX} at most",
             )
-        accesses = list(zip(request.shards, request.tiles, request.modes, strict=True))
-        self._lifecycle.plan(session, accesses, request.steps)
+        await self._lifecycle.plan(session, request.shards, request.tiles, request.modes, request.steps)
         return control_pb2.SubmitPlanResponse()
 
     @guarded
@@ -174,6 +171,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     def _session(self, reference: control_pb2.SessionRef, context: Context) -> Session:
         self._authenticator.check_token(context)
         return self._lifecycle.authenticate(reference.session, reference.secret)
+
+
+def _specs(request: control_pb2.RegisterShardsRequest) -> list[ShardSpec]:
+    return [
+        ShardSpec(s.name, s.dtype, s.length, s.kind, on_disk=not s.in_memory_only, tile_bytes=s.tile_bytes)
+        for s in request.shards
+    ]
 
 
 def _number(value: float, what: str) -> float:

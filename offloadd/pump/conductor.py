@@ -19,6 +19,7 @@ from offloadd.pump.desk import Desk
 from offloadd.pump.flights import Flight, Flights
 from offloadd.pump.replies import Replies
 from offloadd.pump.serving import Serving
+from offloadd.scheduler.plan import AccessPlan
 from offloadd.scheduler.queues import SessionQueue
 from offloadd.scheduler.scheduler import Scheduler
 from offloadd.store.flushing import Flushes, FlushJob
@@ -114,6 +115,10 @@ class Pump:
     ) -> None:
         """Replace the session's access plan; the next step acts on it. `overwrites` and `steps`: see AccessPlan."""
         self._scheduler.set_plan(session, entries, overwrites, steps)
+
+    def follow(self, session: int, plan: AccessPlan) -> AccessPlan:
+        """The same with a plan made elsewhere; returns the one it replaces."""
+        return self._scheduler.follow(session, plan)
 
     # ---- the step ------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class AccessPlan:
     ) -> None:
         """`overwrites`: indices of entries that need no bytes, because the rank writes all of them. `steps`: training
         steps that one cycle covers."""
-        self.entries = list(entries)
+        self.entries = entries if isinstance(entries, list) else list(entries)
         self.overwrites = frozenset(overwrites)
         self.steps = max(1, steps)
         self.base = base
@@ -41,6 +41,10 @@ class AccessPlan:
             self._where.setdefault(key, []).append(position)
         self._skipped: dict[TileKey, int] = {}
         """Jumped over, and perhaps still to come."""
+
+    def begin_at(self, position: int) -> None:
+        """Move a plan that was never used: its first entry's first use is at this absolute position."""
+        self.base = self.cursor = self.ahead = position
 
     def __len__(self) -> int:
         return len(self.entries)

@@ -61,10 +61,17 @@ class Scheduler:
     ) -> None:
         """Replace the access plan: what will be fetched, cyclically, from now on. Empty: nothing is known.
         `overwrites` and `steps`: see AccessPlan."""
+        self.follow(session, AccessPlan(entries, 0, overwrites, steps))
+
+    def follow(self, session: int, plan: AccessPlan) -> AccessPlan:
+        """`set_plan` with a plan that was made elsewhere, since a long one takes a while. Returns the one it replaces,
+        for the same reason: so that it need not die here."""
         queue = self._queues.get(session) or self.open_session(session)
-        queue.plan = AccessPlan(entries, queue.plan.cursor, overwrites, steps)
+        plan.begin_at(queue.plan.cursor)
+        replaced, queue.plan = queue.plan, plan
         queue.generation += 1
         queue.wake()
+        return replaced
 
     def queue(self, session: int) -> SessionQueue | None:
         """The session's queues."""

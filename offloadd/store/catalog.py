@@ -11,7 +11,7 @@ import queue
 import sqlite3
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -103,8 +103,9 @@ class Catalog:
         self._thread = threading.Thread(target=self._run, name="offloadd-catalog", daemon=True)
         self._thread.start()
 
-    def register(self, job: str, rank: int, rows: Sequence[ShardRow]) -> Future[None]:
-        """Write new shards (replacing rows of the same name) in one transaction."""
+    def register(self, job: str, rank: int, rows: Iterable[ShardRow]) -> Future[None]:
+        """Write new shards (replacing rows of the same name) in one transaction. `rows` is gone through once, on the
+        worker's thread."""
 
         def write(database: sqlite3.Connection) -> None:
             database.execute("INSERT INTO jobs(job) VALUES (?) ON CONFLICT DO NOTHING", (job,))

@@ -7,7 +7,8 @@ allocated later, so a step never fails for want of swap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from offloadd.core.errors import Code, OffloadError
@@ -24,8 +25,10 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4
 
 TILE_BYTES_MIN = 16 << 10
 """A shard's own tile size, if it asks for one: the daemon keeps a record per tile."""
-TILES_MAX = 1 << 20
-"""Tiles of one session."""
+TILES_MAX = 1 << 17
+"""Tiles of one session: what can be given back at once without holding the loop up for long."""
+SLICE_TILES = 4096
+"""Tiles made before others get a turn: about 20 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Holdings:
         self.memory_only = 0
         self.largest_tile = 0
         self.leases = 0
+        self.ended = False
         self.writes: dict[int, int] = {}
         """Per file: spills that reached it."""
         self.synced: dict[int, int] = {}
@@ -105,13 +109,29 @@ class Holdings:
                 return count
         return 0
 
-    def prepare(self, specs: Sequence[ShardSpec], first: int, files: dict[int, ExtentAllocator]) -> Registration:
-        """Allocate for `specs`; numbers start at `first`. Raises OffloadError and changes nothing if it cannot."""
-        self._check(specs)
+    def prepare(
+        self, specs: Sequence[ShardSpec], first: int, files: dict[int, ExtentAllocator]
+    ) -> Generator[None, None, Registration]:
+        """Allocate for `specs`; numbers start at `first`. Raises OffloadError and changes nothing if it cannot, or if
+        the session ends meanwhile. Yields now and then, so that whoever drives it can let others have a turn; one at a
+        time per session."""
+        yield from self._check(specs)
         shards: list[Shard] = []
-        for number, spec in enumerate(specs, first):
-            shards.append(Shard(number, self.session, spec, self._tiles(number, spec, files)))
-            self.names.add(spec.name)
+        made: list[Tile] = []
+        try:
+            for number, spec in enumerate(specs, first):
+                tiles: list[Tile] = []
+                shards.append(Shard(number, self.session, spec, tiles))
+                for index, length in enumerate(self._lengths(spec)):
+                    if len(made) % SLICE_TILES == SLICE_TILES - 1:
+                        yield
+                        self._check_open()
+                    tiles.append(self._tile(TileKey(number, index), spec, length, files))
+                    made.append(tiles[-1])
+        except BaseException:
+            self._return(made, files)
+            raise
+        self.names.update(spec.name for spec in specs)
         used = sum(t.padded for shard in shards for t in shard.tiles if t.on_disk)
         self.swap_used += used
         self.memory_only += sum(t.padded for shard in shards for t in shard.tiles if not t.on_disk)
@@ -148,23 +168,29 @@ class Holdings:
             return
         for shard in registration.prepared:
             self.names.discard(shard.spec.name)
-            for tile in shard.tiles:
-                if tile.extent is not None:
-                    files[tile.extent.file].give(tile.extent.offset, tile.padded)
-                    self.placement.undo(tile.extent.file, tile.padded)
-                else:
-                    self.memory_only -= tile.padded
+            self.memory_only -= sum(tile.padded for tile in shard.tiles if tile.extent is None)
+        self._return([tile for shard in registration.prepared for tile in shard.tiles], files)
         self.swap_used -= registration.swap_bytes
+
+    def _return(self, tiles: Sequence[Tile], files: dict[int, ExtentAllocator]) -> None:
+        """Take back what was placed for tiles that will not be."""
+        for tile in tiles:
+            if tile.extent is not None:
+                self.placement.undo(tile.extent.file, tile.padded)
+        _give(tiles, files)
+
+    def _check_open(self) -> None:
+        if self.ended:
+            who = f"job {self.terms.job} rank {self.terms.rank}"
+            raise OffloadError(Code.STALE_SESSION, f"{who}: the session ended while it registered; open a new session")
 
     def give_back(self, files: dict[int, ExtentAllocator]) -> None:
         """The session ends: free its extents."""
         for registration in list(self.pending.values()):
             self.abort(registration, files)
-        for shard in self.shards:
-            for tile in shard.tiles:
-                if tile.extent is not None:
-                    files[tile.extent.file].give(tile.extent.offset, tile.padded)
+        _give((tile for shard in self.shards for tile in shard.tiles), files)
         self.shards.clear()
+        self.ended = True
 
     def unsynced(self) -> list[int]:
         """Files with spills that no sync covers yet."""
@@ -173,6 +199,11 @@ class Holdings:
     def _step(self, spec: ShardSpec) -> int:
         """Bytes of each tile but the last."""
         return spec.tile_bytes or self.terms.tile_bytes
+
+    def new_row(self, shard: Shard) -> ShardRow:
+        """A shard as the catalog keeps it before anything was stored. Reads only what never changes: any thread."""
+        tiles = [TileRow(t.extent, t.path, t.length, None) for t in shard.tiles]
+        return ShardRow(shard.spec, self.terms.tile_bytes, shard.version, tiles)
 
     def row(self, shard: Shard) -> ShardRow:
         """A shard as the catalog keeps it."""
@@ -183,24 +214,22 @@ class Holdings:
         step = self._step(spec)
         return [min(step, spec.length - at) for at in range(0, spec.length, step)] or [0]
 
-    def _tiles(self, shard: int, spec: ShardSpec, files: dict[int, ExtentAllocator]) -> list[Tile]:
-        tiles = []
-        for index, length in enumerate(self._lengths(spec)):
-            extent, path = None, 0
-            padded = align_up(length, PAGE_BYTES)
-            if spec.on_disk and padded:
-                target = self.placement.choose(padded)
-                extent = Extent(target.file, files[target.file].take(padded), padded)
-                path = target.path
-            tiles.append(Tile(TileKey(shard, index), self.session, length, extent, path))
-        return tiles
+    def _tile(self, key: TileKey, spec: ShardSpec, length: int, files: dict[int, ExtentAllocator]) -> Tile:
+        extent, path = None, 0
+        padded = align_up(length, PAGE_BYTES)
+        if spec.on_disk and padded:
+            target = self.placement.choose(padded)
+            extent = Extent(target.file, files[target.file].take(padded), padded)
+            path = target.path
+        return Tile(key, self.session, length, extent, path)
 
-    def _check(self, specs: Sequence[ShardSpec]) -> None:
+    def _check(self, specs: Sequence[ShardSpec]) -> Generator[None, None, None]:
         names = [spec.name for spec in specs]
         who = f"job {self.terms.job} rank {self.terms.rank}"
         if len(set(names)) != len(names) or not self.names.isdisjoint(names):
-            twice = sorted({n for n in names if n in self.names or names.count(n) > 1})
+            twice = sorted(name for name, count in Counter(names).items() if count > 1 or name in self.names)
             raise OffloadError(Code.BAD_REQUEST, f"{who}: register: shard name {twice[0]!r} is already in use")
+        yield
         for spec in specs:
             if spec.length < 0:
                 raise OffloadError(Code.BAD_REQUEST, f"{who}: register: shard {spec.name!r} has length {spec.length}")
@@ -218,7 +247,10 @@ class Holdings:
                 f"{who}: register: {tiles} tiles in all, {TILES_MAX} at most; use larger tiles (more host memory) or "
                 "more ranks",
             )
+        yield
         self._check_swap(specs, who)
+        yield
+        self._check_open()
         pinned, largest = self.memory_only, self.largest_tile
         for spec in specs:
             if spec.on_disk:
@@ -249,3 +281,20 @@ class Holdings:
         step = self._step(spec)
         whole, rest = divmod(spec.length, step)
         return whole * align_up(step, PAGE_BYTES) + align_up(rest, PAGE_BYTES)
+
+
+def _give(tiles: Iterable[Tile], files: dict[int, ExtentAllocator]) -> None:
+    """Free the tiles' extents, neighbours together: a session's lie side by side as a rule, and may be very many."""
+    extents: dict[int, list[tuple[int, int]]] = {}
+    for tile in tiles:
+        if tile.extent is not None and tile.extent.file in files:
+            extents.setdefault(tile.extent.file, []).append((tile.extent.offset, tile.extent.offset + tile.padded))
+    for file, spans in extents.items():
+        spans.sort()
+        start, end = spans[0]
+        for begin, stop in spans[1:]:
+            if begin != end:
+                files[file].give(start, end - start)
+                start = begin
+            end = stop
+        files[file].give(start, end - start)

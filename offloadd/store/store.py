@@ -8,7 +8,7 @@ commit or roll back. It never waits, and it knows no plan but through the order 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 
@@ -118,13 +118,13 @@ class Store:
             if file not in used:
                 self._files.pop(file, None)
 
-    def prepare_registration(self, session: int, specs: Sequence[ShardSpec]) -> Registration:
-        """Allocate, all or none; the caller makes the files as long as `grow` says, then commits or aborts."""
+    def prepare_registration(self, session: int, specs: Sequence[ShardSpec]) -> Generator[None, None, Registration]:
+        """Allocate, all or none, in slices; the caller makes the files as long as `grow` says, then commits or
+        aborts."""
         held = self._held(session)
         first = next(self._shard_numbers)
-        registration = held.prepare(specs, first, self._files)
         self._shard_numbers = itertools.count(first + max(1, len(specs)))
-        return registration
+        return held.prepare(specs, first, self._files)
 
     def commit_registration(self, registration: Registration) -> Future[None]:
         """The shards exist from now on; the future says when the catalog has them."""
@@ -132,9 +132,7 @@ class Store:
         held.commit(registration, self._files)
         for shard in registration.prepared:
             self._shards[shard.id] = shard
-        return self.catalog.register(
-            held.terms.job, held.terms.rank, [held.row(shard) for shard in registration.prepared]
-        )
+        return self.catalog.register(held.terms.job, held.terms.rank, map(held.new_row, registration.prepared))
 
     def abort_registration(self, registration: Registration) -> None:
         """Give back what prepare took. Harmless when the session has ended meanwhile."""
@@ -145,9 +143,12 @@ class Store:
     def resolve(self, session: int, local_shard: int, tile: int) -> TileKey | None:
         """A client's numbers (order of registration, tile index) as a key, or None when out of bounds."""
         held = self._sessions.get(session)
-        if held is None or not 0 <= local_shard < len(held.shards):
+        if held is None or local_shard < 0:
             return None
-        shard = held.shards[local_shard]
+        try:
+            shard = held.shards[local_shard]
+        except IndexError:  # also when the session ends under a plan that is made in a thread
+            return None
         return shard.tiles[tile].key if 0 <= tile < len(shard.tiles) else None
 
     def terms(self, session: int) -> SessionTerms:

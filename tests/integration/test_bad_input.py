@@ -231,6 +231,16 @@ def test_a_number_without_an_end_is_refused_by_the_daemon_too(number: float) -> 
         session.close()
 
 
+def test_a_plan_longer_than_the_bound_is_refused_with_both_figures() -> None:
+    with running() as daemon:
+        session = daemon.session(host_bytes=4 * MIB, tile_bytes=256 * KIB)
+        shard = session.register([ShardSpec("a", "float32", 1000, "param")])[0]
+        with pytest.raises(OffloadError, match=r"a plan of 1048577 shards.* 1048576 at most") as caught:
+            session.plan([(shard.number, 0, Mode.READ)] * ((1 << 20) + 1))
+        assert caught.value.code is Code.BAD_REQUEST
+        session.close()
+
+
 # ---- a daemon that cannot start --------------------------------------------------------------------------------------
 
 

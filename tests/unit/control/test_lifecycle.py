@@ -13,6 +13,7 @@ import pytest
 from offloadd.control import lifecycle as module
 from offloadd.control.lifecycle import Lifecycle
 from offloadd.core.errors import Code, OffloadError
+from offloadd.core.records import ShardSpec, TileKey
 from offloadd.core.units import MIB, PAGE_BYTES
 from offloadd.session.registry import Job, OpenRequest, Registry, Session
 from offloadd.session.reservation import Need
@@ -189,5 +190,29 @@ def test_a_job_is_over_before_the_next_of_its_name_opens_files() -> None:
         assert n.files[0].removed
         assert len(n.files) == 2
         await ending
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_plan_is_made_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        n = node()
+        session = await n.session()
+        await n.lifecycle.register(session, [ShardSpec("a", "float32", 4 * PAGE_BYTES, "param")])
+        threads: set[int] = set()
+        resolve = n.world.store.resolve
+
+        def noted(*arguments: int) -> TileKey | None:
+            threads.add(threading.get_ident())
+            return resolve(*arguments)
+
+        monkeypatch.setattr(n.world.store, "resolve", noted)
+        await n.lifecycle.plan(session, [0] * 4, range(4), [0] * 4, 1)
+        assert threading.get_ident() not in threads
+        queue = n.world.scheduler.queue(session.id)
+        assert queue is not None
+        assert [key[1] for key in queue.plan.entries] == [0, 1, 2, 3]
+        with pytest.raises(OffloadError, match="there is no shard 0 tile 9"):
+            await n.lifecycle.plan(session, [0], [9], [0], 1)
 
     asyncio.run(asyncio.wait_for(run(), 20))
