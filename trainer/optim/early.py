@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from trainer.optim.subgroups import Work
+from trainer.zero.errors import UsageError
 from trainer.zero.parameter import ZeroParam
 
 
@@ -108,7 +109,7 @@ class EarlyWorks:
             return
         self._unfit.add(zero)
         if any(work in self._offered for work in self._works_of.get(zero, ())):
-            raise RuntimeError(
+            raise UsageError(
                 f"{zero.name} is needed between its update, which backward had begun, and engine.step(); "
                 "call engine.step() first, or set offloadd.update_in_backward to false"
             )

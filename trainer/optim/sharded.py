@@ -23,6 +23,7 @@ from trainer.optim.leases import ParamLeases
 from trainer.optim.subgroups import Piece, SubGroup, Work, plan_subgroups, plan_work
 from trainer.swap.accesslog import AccessLog
 from trainer.swap.backend import Pending, SwapBackend, SwapSpec
+from trainer.zero.errors import UsageError
 from trainer.zero.parameter import ZeroParam
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -122,7 +123,7 @@ class ShardedAdam(torch.optim.Optimizer):
         """Update every trainable shard from its accumulated gradient times `grad_scale`."""
         early = self.early is not None and self.early.begun
         if early and [hyper_of(group, self.steps + 1, grad_scale) for group in self.param_groups] != self._hypers:
-            raise RuntimeError(
+            raise UsageError(
                 "a learning rate or another hyper-parameter was changed between engine.backward() and engine.step(), "
                 "when part of the update had been done; change it before, or set offloadd.update_in_backward to false"
             )
@@ -160,7 +161,7 @@ class ShardedAdam(torch.optim.Optimizer):
     def drain(self) -> None:
         """Return when the last step is complete for every parameter; raise what stopped it."""
         if self.early is not None and self.early.begun:
-            raise RuntimeError("part of this step's update is done already; call engine.step() first")
+            raise UsageError("part of this step's update is done already; call engine.step() first")
         if self._deferred is not None:
             self._state_backend.waited(self._deferred.drain())
             self._all_closed()
@@ -188,7 +189,7 @@ class ShardedAdam(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Not for callers: the engine clips, updates and refreshes together."""
-        raise RuntimeError("call engine.step() instead of engine.optimizer.step()")
+        raise UsageError("call engine.step() instead of engine.optimizer.step()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients never stay in `param.grad`; accumulation restarts after each engine.step()."""
