@@ -7,6 +7,7 @@ to be told when it is over, and it is not a daemon thread: a rank that ends fini
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -15,6 +16,9 @@ from typing import Protocol
 
 from trainer.optim.subgroups import Work
 from trainer.zero.parameter import ZeroParam
+
+NICE = 10
+"""Of the thread, and of the kernel's threads that it starts."""
 
 
 class Runner(Protocol):
@@ -84,6 +88,9 @@ class Deferred:
         return time.monotonic() - started
 
     def _work(self) -> None:
+        # Behind the rank's own work: a thread that a parallel region of the model waits for costs the region more than
+        # a late update costs anybody.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
             while True:
                 self._run(self._take, self._done)
