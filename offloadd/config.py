@@ -94,7 +94,7 @@ class IoConfig(_Section):
     """Bytes of one device request. 0: measured per path."""
     queue_depth: Annotated[int, Field(ge=0, le=1024)] = 0
     """Device requests in flight per path. 0: measured per path."""
-    calibrate_seconds: Annotated[float, Field(ge=0, le=60)] = 1.5
+    calibrate_seconds: Annotated[float, Field(ge=0, le=60)] = 2.0
     """Longest time spent on measuring one path that has no stored measurement. 0: use fixed figures instead."""
     checksum_threads: Annotated[int, Field(ge=1, le=64)] = 1
     """Native threads that compute checksums."""

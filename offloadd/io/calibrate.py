@@ -12,7 +12,7 @@ import mmap
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ WINDOW = 8
 REGION, FILE = 2**31 - 1, 2**31 - 1
 """Numbers lent for the measurement only; the daemon counts up from 0."""
 WAIT_SECONDS = 20.0
+NEARLY = 0.93
+"""Of the fastest: closer than what a short measurement can tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Calibration:
         return FileTuning(self.block_bytes, self.queue_depth)
 
 
-def calibrate(engine: Engine, directory: str, seconds: float = 1.5, bytes_max: int = 512 * MIB) -> Calibration:
+def calibrate(engine: Engine, directory: str, seconds: float = 2.0, bytes_max: int = 512 * MIB) -> Calibration:
     """Measure one path with an engine that nothing else uses. OffloadError NO_SPACE, IO_ERROR."""
     span = min(bytes_max, GIB, free_bytes(directory) // 2) // TRANSFER_BYTES * TRANSFER_BYTES
     if span < 2 * TRANSFER_BYTES:
@@ -85,12 +87,15 @@ def calibrate(engine: Engine, directory: str, seconds: float = 1.5, bytes_max: i
             f"swap path {directory} has too little room to be measured; it needs {4 * TRANSFER_BYTES} bytes",
         )
     direct = direct_works(directory)
-    # A third for choosing, the rest for the three figures; one warm-up write lays the file out.
-    choosing = seconds / 3 / len(CANDIDATES)
+    # Half for choosing, the rest for the three figures; one warm-up write lays the file out.
+    choosing, each = seconds / 4 / len(CANDIDATES), seconds / 8
     with _bench(engine, directory, direct, span) as bench:
-        bench.lay_out(seconds / 6)
-        best = max(CANDIDATES, key=lambda tuning: bench.rate(tuning, (Direction.READ, Direction.WRITE), choosing))
-        each = seconds / 6
+        bench.lay_out(each)
+        rates = dict.fromkeys(CANDIDATES, 0.0)
+        # There and back, so that a device which slows down meanwhile is unfair to none.
+        for tuning in (*CANDIDATES, *reversed(CANDIDATES)):
+            rates[tuning] += bench.rate(tuning, (Direction.READ, Direction.WRITE), choosing)
+        best = choose(rates)
         return Calibration(
             best.block_bytes,
             best.queue_depth,
@@ -100,6 +105,12 @@ def calibrate(engine: Engine, directory: str, seconds: float = 1.5, bytes_max: i
             direct,
             time.time(),
         )
+
+
+def choose(rates: Mapping[FileTuning, float]) -> FileTuning:
+    """The largest block among those that are nearly as fast as the fastest: each block costs processor time."""
+    limit = NEARLY * max(rates.values())
+    return max((t for t, rate in rates.items() if rate >= limit), key=lambda t: (t.block_bytes, rates[t]))
 
 
 @contextlib.contextmanager

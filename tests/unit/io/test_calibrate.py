@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from offloadd.core.errors import OffloadError
-from offloadd.core.units import MIB
-from offloadd.io.calibrate import CANDIDATES, Calibration, assumed, calibrate, overridden
+from offloadd.core.units import KIB, MIB
+from offloadd.io.calibrate import CANDIDATES, Calibration, assumed, calibrate, choose, overridden
+from offloadd.io.engine import FileTuning
 from offloadd.io.threads import ThreadsEngine
 
 
@@ -47,3 +48,13 @@ def test_json_of_something_else_is_refused() -> None:
 def test_configured_figures_win_over_measured_ones() -> None:
     found = overridden(assumed(True), block_bytes=0, queue_depth=7)
     assert (found.block_bytes, found.queue_depth) == (MIB, 7)
+
+
+def test_of_blocks_nearly_as_fast_the_largest_is_chosen() -> None:
+    small, large, slow = FileTuning(128 * KIB, 32), FileTuning(MIB, 32), FileTuning(4 * MIB, 8)
+    assert choose({small: 2.00e9, large: 1.95e9, slow: 1.2e9}) == large
+
+
+def test_a_larger_block_that_is_slower_is_not_chosen() -> None:
+    small, large = FileTuning(128 * KIB, 32), FileTuning(MIB, 32)
+    assert choose({small: 2.0e9, large: 1.5e9}) == small
