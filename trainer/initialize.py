@@ -6,6 +6,7 @@ Everything is checked before anything is allocated; whatever was built is given 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -92,6 +93,7 @@ def initialize(
         with contextlib.suppress(SwapError):  # The first error says more.
             engine.close()
         raise
+    _give_back_heap()
     return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
 
 
@@ -186,6 +188,13 @@ def _scheduler(given: Any, theirs: torch.optim.Optimizer | None, ours: ShardedAd
         return given
     ours._opt_called = True  # type: ignore[attr-defined]
     return given(ours)
+
+
+def _give_back_heap() -> None:
+    """What building and partitioning the model freed is still the process's: a quarter of a GB for 123 M parameters."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
 
 
 def _loader(
