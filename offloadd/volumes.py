@@ -25,6 +25,9 @@ from offloadd.store.placement import SwapTarget
 
 log = logging.getLogger("offloadd.volumes")
 
+CLAIM_SECONDS_MAX = 5.0
+"""Longest wait for a daemon that has the path and may be about to end."""
+
 RESERVE_BYTES = 64 * MIB
 """Left free on every path, so that a full disk does not take the rest of the machine with it."""
 WINDOW_BYTES_MIN = 8 * MIB
@@ -68,7 +71,7 @@ class Volumes:
         if len(set(map(os.path.realpath, self._swap.paths))) != len(self._swap.paths):
             raise ConfigError(f"swap.paths names a directory twice: {':'.join(self._swap.paths)}")
         for directory in self._swap.paths:
-            path = await asyncio.to_thread(SwapPath, directory)
+            path = await asyncio.to_thread(SwapPath, directory, CLAIM_SECONDS_MAX)
             self._paths.append(path)
             figures = overridden(await self._measure(path, catalog), self._io.block_bytes, self._io.queue_depth)
             self._calibrations.append(figures)

@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 ROOT_NAME = "offloadd"
 FILE_NAME = "tiles.swap"
+LOCK_RETRY_SECONDS = 0.05
 _JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -37,11 +39,12 @@ def _unusable(directory: str, why: str) -> OffloadError:
 class SwapPath:
     """A directory that this daemon alone swaps to."""
 
-    def __init__(self, directory: str) -> None:
-        """Check and lock the directory. OffloadError PATH_UNUSABLE, in one sentence."""
+    def __init__(self, directory: str, patience_s: float = 0.0) -> None:
+        """Check and lock the directory. Blocks for up to `patience_s`, in seconds, while another daemon has it: the
+        last job's private one ends a moment after the job. OffloadError PATH_UNUSABLE, in one sentence."""
         self.directory = directory
         _check_directory(directory)
-        self._lock = _lock(directory)
+        self._lock = _lock(directory, patience_s)
         try:
             self.filesystem = filesystem(directory)
             self.volatile = self.filesystem in VOLATILE
@@ -92,22 +95,34 @@ def _check_directory(directory: str) -> None:
         raise _unusable(directory, f"user {os.geteuid()} may not write there")
 
 
-def _lock(directory: str) -> int:
+def _lock(directory: str, patience_s: float) -> int:
     """Lock the directory itself, so that nothing is left behind; the kernel drops the lock at our death."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _unusable(directory, f"it cannot be opened ({error.strerror})") from error
+    deadline = time.monotonic() + patience_s
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = _owner(os.fstat(fd))
-        os.close(fd)
-        raise _unusable(directory, f"another daemon (pid {owner}) swaps there; give each a path of its own") from error
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline:
+                owner = _owner(os.fstat(fd))
+                raise _unusable(directory, f"another daemon (pid {owner}) swaps there; give each a path of its own")
+            time.sleep(LOCK_RETRY_SECONDS)
     except OSError as error:
         os.close(fd)
         raise _unusable(directory, f"its file system has no locks ({error.strerror})") from error
+    except OffloadError:
+        os.close(fd)
+        raise
     return fd
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _owner(facts: os.stat_result) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -50,6 +51,22 @@ def test_a_path_belongs_to_one_daemon_and_the_refusal_names_the_other(path: Swap
     program = f"from offloadd.io.swapfiles import SwapPath; SwapPath({path.directory!r})"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert f"another daemon (pid {os.getpid()}) swaps there" in other.stderr
+
+
+def test_a_path_whose_daemon_is_about_to_end_is_waited_for(path: SwapPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, refusals = fcntl.flock, []
+
+    def ending(fd: int, operation: int) -> None:
+        try:
+            flock(fd, operation)
+        except BlockingIOError:
+            refusals.append(fd)
+            path.close()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", ending)
+    SwapPath(path.directory, patience_s=30.0).close()
+    assert len(refusals) == 1
 
 
 def test_a_closed_path_can_be_claimed_again(path: SwapPath) -> None:
