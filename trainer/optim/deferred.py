@@ -7,6 +7,7 @@ to be told when it is over, and it is not a daemon thread: a rank that ends fini
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -50,8 +51,9 @@ class Deferred:
                     self._missing[zero] = self._missing.get(zero, 0) + 1
             self._queue.extend(works)
             if self._thread is None and self._failure is None:
-                self._thread = threading.Thread(target=self._work, name="trainer-step")
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="trainer-step")
+                thread.start()
+                self._thread = thread
 
     def take_back(self) -> list[Work]:
         """What is queued and not begun is queued no more."""
@@ -88,10 +90,11 @@ class Deferred:
         return time.monotonic() - started
 
     def _work(self) -> None:
-        # Behind the rank's own work: a thread that a parallel region of the model waits for costs the region more than
-        # a late update costs anybody.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
+            # Behind the rank's own work: a thread that a parallel region of the model waits for costs the region more
+            # than a late update costs anybody. One that is niced already stays as it is.
+            with contextlib.suppress(PermissionError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             while True:
                 self._run(self._take, self._done)
                 with self._condition:

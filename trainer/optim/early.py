@@ -50,6 +50,11 @@ class EarlyWorks:
         self._open = False
 
     @property
+    def open(self) -> bool:
+        """Whether a backward that completes gradients has begun, and its step has not come."""
+        return self._open
+
+    @property
     def begun(self) -> bool:
         """Whether this step's updates began before the step itself."""
         return self._open and bool(self._offered)

@@ -114,8 +114,8 @@ class ShardedAdam(torch.optim.Optimizer):
 
     def abandon(self) -> bool:
         """The step that has begun will not be taken. Returns whether parts of it were already."""
-        if self.early is not None and self._deferred is not None and self.early.begun:
-            self._halved = True
+        if self.early is not None and self._deferred is not None and self.early.open:
+            self._halved = self._halved or self.early.begun
             self.early.end(len(self._deferred.take_back()))
         return self._halved
 

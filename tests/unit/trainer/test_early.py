@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -190,6 +191,29 @@ def test_a_backward_that_raises_after_updates_began_leaves_the_engine_unusable()
             engine.backward(engine(torch.ones(2, 32)).sum())
         with pytest.raises(RuntimeError, match="failed half-way"):
             engine(torch.ones(2, 32))
+
+
+def test_a_backward_that_raises_before_any_update_can_be_repeated_with_accumulation() -> None:
+    model = Failing()
+    with engine_of(model, ZERO, gradient_accumulation_steps=2, **EARLY) as engine:
+        train(engine, 2 * SETTLED_STEPS)
+        assert engine.optimizer.early is not None
+        engine.backward(engine(torch.ones(2, 32)).sum())
+        engine.optimizer.early.learn()  # Nothing is offered, but the backward that completes gradients has begun.
+        model.fail = True
+        with pytest.raises(ValueError, match="no"):
+            engine.backward(engine(torch.ones(2, 32)).sum())
+        assert not engine.optimizer.early.open
+
+
+def test_updates_run_where_priorities_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*arguments: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", denied)
+    with engine_of(nn.Linear(32, 32), ZERO) as engine:
+        train(engine, 2)
+        assert engine.global_steps == 2
 
 
 def test_clipping_and_updates_in_backward_exclude_each_other() -> None:
