@@ -8,8 +8,9 @@ called by the engine when backward is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -62,9 +63,23 @@ def _known(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-class _Filling:
-    """A bucket's matrix while gradients arrive. Nothing is cleared beforehand: the first part of a gradient is copied,
-    a further one added, and what never came is zeroed at the end."""
+class _Filling(Protocol):
+    """A bucket while gradients arrive. Nothing is cleared beforehand: the first part of a gradient is copied, a further
+    one added, and what never came is zeroed at the end."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter's gradient is here."""
+
+    def put(self, entry: Entry, grad: torch.Tensor) -> None:
+        """A full gradient, or a further part of one."""
+
+    def finished(self) -> torch.Tensor | None:
+        """What ranks exchange now; None: nothing."""
+
+
+class _Staged:
+    """In a matrix of its own, cut as the shards are."""
 
     def __init__(self, bucket: Bucket, world: int, spare: torch.Tensor | None) -> None:
         self._bucket = bucket
@@ -75,11 +90,9 @@ class _Filling:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter's gradient is here."""
         return len(self._filled) == len(self._bucket.entries)
 
     def put(self, entry: Entry, grad: torch.Tensor) -> None:
-        """Cut a full gradient as the shards are."""
         flat, layout = grad.reshape(-1), entry.zero.layout
         first = entry.zero not in self._filled
         self._filled.add(entry.zero)
@@ -93,11 +106,55 @@ class _Filling:
                 row[:numel].add_(flat[start : start + numel])
 
     def finished(self) -> torch.Tensor:
-        """The matrix, with zeros for what did not come."""
         for entry in self._bucket.entries:
             if entry.zero not in self._filled:
                 self._matrix[:, entry.column : entry.column + entry.zero.layout.shard_numel].zero_()
         return self._matrix
+
+
+class _InPlace:
+    """One rank alone has nothing to exchange: gradients go straight to where they accumulate."""
+
+    def __init__(self, bucket: Bucket, buffers: _Accumulators) -> None:
+        self._bucket, self._buffers = bucket, buffers
+        self._filled: set[ZeroParam] = set()
+
+    @property
+    def complete(self) -> bool:
+        return len(self._filled) == len(self._bucket.entries)
+
+    def put(self, entry: Entry, grad: torch.Tensor) -> None:
+        self._filled.add(entry.zero)
+        self._buffers.add(entry.zero, grad.reshape(-1))
+
+    def finished(self) -> None:
+        for entry in self._bucket.entries:
+            if entry.zero not in self._filled:
+                self._buffers.add(entry.zero, None)
+
+
+class _Accumulators:
+    """`zero.grad_shard` of all parameters: this rank's flat buffers."""
+
+    def __init__(self, zeros: Iterable[ZeroParam]) -> None:
+        self._fresh = dict.fromkeys(zeros, True)
+        """Whether a buffer still holds the last step's gradient."""
+
+    def add(self, zero: ZeroParam, grad: torch.Tensor | None) -> None:
+        """`grad` is this rank's shard of a gradient, with or without its padding; None stands for zeros."""
+        if zero.grad_shard is None:
+            raise AssertionError(f"{zero.name} has no accumulation buffer")
+        fresh, self._fresh[zero] = self._fresh[zero], False
+        numel = 0 if grad is None else grad.numel()
+        if grad is not None:
+            mine = zero.grad_shard[:numel]
+            mine.copy_(grad) if fresh else mine.add_(grad)
+        if fresh:
+            zero.grad_shard[numel:].zero_()
+
+    def new_step(self) -> None:
+        """What was accumulated was used: the next gradients replace it."""
+        self._fresh = dict.fromkeys(self._fresh, True)
 
 
 class GradReducer:
@@ -116,8 +173,7 @@ class GradReducer:
         """The first bucket that has not left."""
         self._spare: torch.Tensor | None = None
         """The last matrix that was used up; fresh memory costs a page fault per page."""
-        self._fresh = {zero: True for zero in self._home}
-        """Whether this rank's accumulation buffer still holds the last step's gradient."""
+        self._buffers = _Accumulators(self._home)
         self.on_reduced: Callable[[Sequence[ZeroParam]], None] = lambda zeros: None
         """Told after each reduction whose gradients it completed, as far as backward has shown."""
         self.late = 0
@@ -146,9 +202,16 @@ class GradReducer:
 
     def _of(self, number: int) -> _Filling:
         if number not in self._filling:
-            self._filling[number] = _Filling(self._buckets[number], self._collectives.world, self._spare)
-            self._spare = None
+            self._filling[number] = self._begin(number)
         return self._filling[number]
+
+    def _begin(self, number: int) -> _Filling:
+        bucket, spare = self._buckets[number], self._spare
+        # What comes late waits for the end: until then an update may be reading the buffer.
+        if self._collectives.world == 1 and number >= self._next:
+            return _InPlace(bucket, self._buffers)
+        self._spare = None
+        return _Staged(bucket, self._collectives.world, spare)
 
     def finish(self) -> None:
         """Backward is over: reduce what is left, unused parameters as zeros, then what came late."""
@@ -174,6 +237,11 @@ class GradReducer:
     def _reduce(self, number: int) -> None:
         matrix = self._of(number).finished()
         del self._filling[number]
+        if matrix is not None:
+            self._exchange(number, matrix)
+        self.on_reduced([entry.zero for entry in self._buckets[number].entries])
+
+    def _exchange(self, number: int, matrix: torch.Tensor) -> None:
         world = self._collectives.world
         if world > 1:
             # Divided before the sum, so that a 16-bit sum does not overflow where the mean would not.
@@ -183,24 +251,12 @@ class GradReducer:
         self._collectives.announce(what)
         row = self._collectives.reduce_rows(matrix, self._scatter, what)
         for entry in self._buckets[number].entries:
-            self._accumulate(entry, row)
+            self._buffers.add(entry.zero, row[entry.column : entry.column + entry.zero.layout.shard_numel])
         self._spare = matrix
-        self.on_reduced([entry.zero for entry in self._buckets[number].entries])
-
-    def _accumulate(self, entry: Entry, row: torch.Tensor) -> None:
-        zero = entry.zero
-        if zero.grad_shard is None:
-            raise AssertionError(f"{zero.name} has no accumulation buffer")
-        mine = row[entry.column : entry.column + zero.layout.shard_numel]
-        if self._fresh[zero]:
-            zero.grad_shard.copy_(mine)
-            self._fresh[zero] = False
-        else:
-            zero.grad_shard.add_(mine)
 
     def new_step(self) -> None:
         """The accumulated gradients were used: the next ones replace them."""
-        self._fresh = dict.fromkeys(self._fresh, True)
+        self._buffers.new_step()
 
     def forget(self) -> None:
         """Drop what is on its way; after a finished backward, or one that raised."""
