@@ -6,7 +6,6 @@ Everything is checked before anything is allocated; whatever was built is given 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from trainer import heap
 from trainer.boundary import user_facing
 from trainer.config import AutoReplacement, BatchSizes, ConfigError, TrainerConfig, load_config, resolve_batch
 from trainer.engine import Engine
@@ -70,6 +70,7 @@ def initialize(
     RanksDisagree, SwapError."""
     if config is None:
         raise ConfigError("give a configuration: a dict or the path of a JSON file")
+    heap.share_one_arena()
     loaded, replaced = load_config(config)
     ensure_process_group(loaded.offloadd.timeout_s)
     collectives = default_collectives(loaded.offloadd.timeout_s)
@@ -93,7 +94,7 @@ def initialize(
         with contextlib.suppress(SwapError):  # The first error says more.
             engine.close()
         raise
-    _give_back_heap()
+    heap.give_back()
     return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
 
 
@@ -188,13 +189,6 @@ def _scheduler(given: Any, theirs: torch.optim.Optimizer | None, ours: ShardedAd
         return given
     ours._opt_called = True  # type: ignore[attr-defined]
     return given(ours)
-
-
-def _give_back_heap() -> None:
-    """What building and partitioning the model freed is still the process's: a quarter of a GB for 123 M parameters."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-    if trim is not None:
-        trim(0)
 
 
 def _loader(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer import heap
 from trainer.boundary import user_facing
 from trainer.config import load_config
 from trainer.zero.collectives import default_collectives
@@ -66,6 +67,7 @@ class Init:
     def __enter__(self) -> Init:
         # Inside another Init the outer one does the work.
         if self._owner is not None and Init._depth == 0:
+            heap.share_one_arena()
             self._patch(self._owner)
             self._owner.active = True
         Init._depth += 1
