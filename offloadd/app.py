@@ -43,9 +43,17 @@ def _with_every_key(command: Any) -> Any:
 @click.option("--config", "path", default=None, metavar="FILE", help="TOML file; see docs/configuration.md.")
 @click.option("--ready-fd", type=int, default=-1, hidden=True, help="Write READY here when clients may connect.")
 @click.option("--starter-fd", type=int, default=-1, hidden=True, help="pidfd of whoever starts a private daemon.")
+@click.option("--directory-fd", type=int, default=-1, hidden=True, help="Of a private daemon's directory, locked.")
 @click.option("--log-file", default=None, metavar="FILE", help="Log here instead of stderr.")
 @_with_every_key
-def serve(path: str | None, ready_fd: int, starter_fd: int, log_file: str | None, **flags: str | None) -> None:
+def serve(
+    path: str | None,
+    ready_fd: int,
+    starter_fd: int,
+    directory_fd: int,
+    log_file: str | None,
+    **flags: str | None,
+) -> None:
     """Run until SIGTERM or SIGINT."""
     given: dict[str, object] = {
         key.replace("__", "."): None if value.lower() == "none" else value
@@ -57,8 +65,8 @@ def serve(path: str | None, ready_fd: int, starter_fd: int, log_file: str | None
     except OffloadError as error:
         _log_to(log_file, "info")
         raise SystemExit(_refuse(error, ready_fd)) from None
-    if config.lifetime.private:
-        guardian.watch(os.path.dirname(config.control.socket))
+    if directory_fd >= 0:
+        guardian.watch(os.path.dirname(config.control.socket), directory_fd)
     _log_to(log_file, config.telemetry.log_level)
     # Only now: grpc starts threads when imported, and the guardian must be forked before that.
     from offloadd.node import run

@@ -1,6 +1,6 @@
 """Cleans up after a private daemon that was killed.
 
-Swap files have no names, so they vanish with the process; the directory with sockets and log does not. Before the
+Swap files have no names, so they vanish with the process; the job's directory with sockets and log does not. Before the
 daemon does anything else it forks this small process, which holds one end of a pipe, waits for the other end to close,
 removes the directory and ends.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 
+from offloadd import jobdir
 
-def watch(directory: str) -> None:
-    """Fork the guardian. Call before any thread is started and any other descriptor is opened."""
+
+def watch(directory: str, descriptor: int) -> None:
+    """Fork the guardian of `directory`, which `descriptor` has locked. Call before any thread is started."""
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(read_end)  # the write end stays open until this process ends, however it ends
@@ -25,9 +26,16 @@ def watch(directory: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.chdir("/")
-        os.closerange(0, read_end)
-        os.closerange(read_end + 1, 256)
+        _close_all_but(read_end, descriptor)
         while os.read(read_end, 1):
             pass
-    shutil.rmtree(directory, ignore_errors=True)
+    jobdir.remove(descriptor, directory)
     os._exit(0)
+
+
+def _close_all_but(*kept: int) -> None:
+    """What the starter passed on, such as the pipe by whose end it learns of a crash, is the daemon's alone."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))

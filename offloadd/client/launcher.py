@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from offloadd import jobdir
 from offloadd.client.endpoint import check_timeout
 from offloadd.core.errors import Code, ConfigError, OffloadError
+from offloadd.jobdir import JobDirectory
 
 _LOG_TAIL_BYTES = 4000
-_PARENT_LENGTH_MAX = 70
-"""A Unix socket's name may have 107 bytes, and the attach socket's is the longest here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,17 @@ def start_private(paths: Sequence[str], settings: Mapping[str, object], timeout_
         return _start_in(directory, paths, settings, timeout_s)
     except BaseException:
         # Ctrl-C too.
-        _remove(directory)
+        directory.remove()
         raise
+    finally:
+        directory.close()
 
 
-def _start_in(directory: str, paths: Sequence[str], settings: Mapping[str, object], timeout_s: float) -> PrivateDaemon:
-    socket_path = os.path.join(directory, "offloadd.sock")
-    log_path = os.path.join(directory, "log")
+def _start_in(
+    directory: JobDirectory, paths: Sequence[str], settings: Mapping[str, object], timeout_s: float
+) -> PrivateDaemon:
+    socket_path = os.path.join(directory.path, jobdir.SOCKET)
+    log_path = os.path.join(directory.path, jobdir.LOG)
     flags = {
         "control.socket": socket_path,
         "lifetime.private": "true",
@@ -90,6 +94,7 @@ def _start_in(directory: str, paths: Sequence[str], settings: Mapping[str, objec
             inherited.callback(os.close, starter)
             command = [sys.executable, "-m", "offloadd", "serve", f"--log-file={log_path}"]
             command += [f"--ready-fd={ready_write}", f"--starter-fd={starter}"]
+            command.append(f"--directory-fd={directory.descriptor}")
             command += [f"--{key}={value}" for key, value in flags.items()]
             process = subprocess.Popen(
                 command,
@@ -97,7 +102,7 @@ def _start_in(directory: str, paths: Sequence[str], settings: Mapping[str, objec
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=(ready_write, starter),
+                pass_fds=(ready_write, starter, directory.descriptor),
                 env=environment,
                 cwd="/",
             )
@@ -107,20 +112,20 @@ def _start_in(directory: str, paths: Sequence[str], settings: Mapping[str, objec
             process.kill()
             process.wait(10)
             raise
-    return PrivateDaemon(f"unix://{socket_path}", process.pid, directory)
+    return PrivateDaemon(f"unix://{socket_path}", process.pid, directory.path)
 
 
-def _make_directory() -> str:
-    """A fresh directory, private to this user, whose name leaves room for a socket's."""
+def _make_directory() -> JobDirectory:
+    """Private to this user, with a name that leaves room for a socket's."""
     tried = [os.environ.get("XDG_RUNTIME_DIR") or "", tempfile.gettempdir(), "/tmp"]
     for parent in tried:
-        if parent and len(os.fsencode(parent)) <= _PARENT_LENGTH_MAX:
+        if parent and len(os.fsencode(parent)) <= jobdir.PARENT_LENGTH_MAX:
             with contextlib.suppress(OSError):
-                return tempfile.mkdtemp(prefix="offloadd-", dir=parent)
+                return JobDirectory(parent)
     raise OffloadError(
         Code.UNAVAILABLE,
         f"none of {', '.join(filter(None, tried))} can hold the private daemon's socket; set TMPDIR to a directory "
-        f"with a name of at most {_PARENT_LENGTH_MAX} bytes that user {os.getuid()} may write",
+        f"with a name of at most {jobdir.PARENT_LENGTH_MAX} bytes that user {os.getuid()} may write",
     )
 
 
@@ -162,10 +167,3 @@ def _last_line(log_path: str) -> str:
     except OSError:
         text = ""
     return text.splitlines()[-1] if text else "it left no message"
-
-
-def _remove(directory: str) -> None:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(directory):
-            os.unlink(entry.path)
-        os.rmdir(directory)

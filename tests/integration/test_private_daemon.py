@@ -67,6 +67,31 @@ def test_killed_itself_it_leaves_nothing(tmp_path: Path) -> None:
     session.close()
 
 
+def test_killed_together_with_its_guardian_the_next_start_takes_its_directory_away(tmp_path: Path) -> None:
+    daemon = begin(tmp_path)
+    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+    guardian = next(pid for pid in children if daemon.directory.encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(int(guardian), signal.SIGKILL)
+    os.kill(daemon.pid, signal.SIGKILL)
+    os.waitpid(daemon.pid, 0)
+    assert os.path.isdir(daemon.directory)
+    other = begin(tmp_path)
+    assert not os.path.exists(daemon.directory)
+    use(other)
+    assert until(lambda: gone(other))
+
+
+def test_a_daemon_told_to_be_private_removes_no_directory_that_it_was_not_given(tmp_path: Path) -> None:
+    """The key is everybody's; the directory of the socket may be a home."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    command = [sys.executable, "-m", "offloadd", "serve", "--lifetime.private=true", "--telemetry.listen=none"]
+    command += [f"--control.socket={home}/o.sock", f"--swap.paths={home}", "--io.calibrate_seconds=0"]
+    subprocess.run([*command, "--lifetime.first-session-seconds=0.1"], check=True, timeout=60, capture_output=True)
+    assert [entry.name for entry in home.iterdir()] == ["thesis.tex"]
+
+
 def test_it_outlives_the_kill_of_the_rank_that_started_it_and_then_ends(tmp_path: Path) -> None:
     code = (
         "import sys\n"
