@@ -22,7 +22,7 @@ import grpc
 
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.units import MIB, human
-from offloadd.wire.failure import from_rpc_error
+from offloadd.wire.failure import Peer, from_rpc_error
 from offloadd.wire.layout import ENTRY_BYTES, RING_ENTRIES, Completion, unpack_completions
 from offloadd.wire.pb import control_pb2, data_pb2, data_pb2_grpc
 from offloadd_native import Ring, RingCorrupt, ring_bytes
@@ -58,13 +58,6 @@ class Channel(Protocol):
         """Give back what the channel holds. Only when no other call is under way or will come; idempotent."""
 
 
-def _gone(where: str) -> OffloadError:
-    return OffloadError(
-        Code.UNAVAILABLE,
-        f"the daemon at {where} is gone (stopped, killed or crashed); look at its log, then start the job again",
-    )
-
-
 class RingChannel:
     """Ring and arena in shared memory. `liveness` is the attach connection: its end means that the daemon ended.
 
@@ -72,13 +65,13 @@ class RingChannel:
 
     def __init__(
         self,
-        where: str,
+        peer: Peer,
         liveness: socket.socket,
         descriptors: tuple[int, int, int, int],
         region: tuple[int, int],
         generation: int,
     ) -> None:
-        self._where = where
+        self._peer = peer
         self._liveness = liveness
         arena, ring, self._submission_doorbell, self._completion_doorbell = descriptors
         offset, length = region
@@ -95,8 +88,8 @@ class RingChannel:
             except (OSError, ValueError) as error:
                 raise OffloadError(
                     Code.UNAVAILABLE,
-                    f"this process cannot map the {human(length)} that the daemon at {where} lends it ({error}); raise "
-                    "its limit of address space (ulimit -v), or ask for less host memory",
+                    f"this process cannot map the {human(length)} that the daemon at {peer.where} lends it ({error}); "
+                    "raise its limit of address space (ulimit -v), or ask for less host memory",
                 ) from error
             finally:
                 os.close(arena)
@@ -120,8 +113,8 @@ class RingChannel:
     def _broken(self, error: RingCorrupt) -> OffloadError:
         return OffloadError(
             Code.INTERNAL,
-            f"the ring shared with the daemon at {self._where} was overwritten ({error}); look for a stray write in "
-            "this process, then start the job again",
+            f"the ring shared with the daemon at {self._peer.where} was overwritten ({error}); look for a stray write "
+            "in this process, then start the job again",
         )
 
     def poll(self) -> list[Completion]:
@@ -135,7 +128,7 @@ class RingChannel:
         timeout_ms = max(0, int(timeout_s * 1000))
         state = self._completions.wait(self._completion_doorbell, self._liveness.fileno(), SPIN_US, timeout_ms)
         if state == _PEER_GONE:
-            raise _gone(self._where)
+            raise self._peer.gone()
 
     def buffer(self, lease: int, offset: int, length: int) -> Buffer:
         return (ctypes.c_ubyte * length).from_buffer(self._arena, offset)
@@ -158,8 +151,8 @@ class RingChannel:
 class StreamChannel:
     """The same over DataService.Exchange. Slots are private copies; their bytes travel in messages."""
 
-    def __init__(self, where: str, channel: grpc.Channel, session: control_pb2.SessionRef, token: str) -> None:
-        self._where = where
+    def __init__(self, peer: Peer, channel: grpc.Channel, session: control_pb2.SessionRef, token: str) -> None:
+        self._peer = peer
         self._outgoing: queue.SimpleQueue[data_pb2.ExchangeRequest | None] = queue.SimpleQueue()
         self._outgoing.put(data_pb2.ExchangeRequest(session=session))
         stub = data_pb2_grpc.DataServiceStub(channel)
@@ -172,7 +165,7 @@ class StreamChannel:
         self._reader.start()
 
     def _read(self, responses: Iterator[data_pb2.ExchangeResponse]) -> None:
-        failure = _gone(self._where)
+        failure = self._peer.gone()
         try:
             for message in responses:
                 with self._condition:
@@ -182,7 +175,7 @@ class StreamChannel:
                         self._arrived.extend(unpack_completions(message.entries))
                         self._condition.notify_all()
         except grpc.RpcError as error:
-            failure = from_rpc_error(error, self._where)
+            failure = from_rpc_error(error, self._peer)
         with self._condition:
             self._failure = failure
             self._condition.notify_all()

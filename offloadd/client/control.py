@@ -17,7 +17,7 @@ import grpc
 from offloadd.client.endpoint import Endpoint
 from offloadd.core.errors import Code, ConfigError, OffloadError
 from offloadd.wire import attach as wire
-from offloadd.wire.failure import from_rpc_error
+from offloadd.wire.failure import Peer, from_rpc_error
 from offloadd.wire.layout import API_VERSION
 from offloadd.wire.pb import control_pb2, control_pb2_grpc
 
@@ -40,6 +40,7 @@ class ControlClient:
 
     def __init__(self, endpoint: Endpoint, token_file: str | None, timeout_s: float, version: str) -> None:
         self.where = endpoint.text
+        self.peer = Peer(self.where)
         self.passes_descriptors = bool(endpoint.path)
         self._endpoint = endpoint
         self._timeout_s = timeout_s
@@ -56,6 +57,7 @@ class ControlClient:
                 self.attachment = _connect(endpoint.attach_path, timeout_s)
                 self.ticket = self._attach_call(wire.Verb.TICKET, b"", 0)[0].decode("ascii", "replace")
             self.hello = self._hello(version)
+            self.peer = Peer(self.where, answered=True, private=self.hello.private_daemon)
         except BaseException:
             self.close()
             raise
@@ -78,7 +80,7 @@ class ControlClient:
             patience = self._timeout_s if timeout_s is None else timeout_s
             return method(request, timeout=patience, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.where) from None
+            raise from_rpc_error(error, self.peer) from None
         except ValueError as error:  # grpc's word for a channel that was closed
             raise OffloadError(Code.NO_SESSION, f"the connection to {self.where} is closed ({error})") from None
 

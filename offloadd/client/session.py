@@ -124,11 +124,10 @@ class ClientSession:
         if self.control.passes_descriptors:
             liveness, descriptors = self.control.attach(self._ref.secret)
             region = (granted.arena_offset, granted.host_bytes)
-            where = self.control.where
-            self._channel = RingChannel(where, liveness, descriptors, region, granted.generation)
+            self._channel = RingChannel(self.control.peer, liveness, descriptors, region, granted.generation)
             self.control.hand_over()
         else:
-            self._channel = StreamChannel(self.control.where, self.control.channel, self._ref, self.control.token)
+            self._channel = StreamChannel(self.control.peer, self.control.channel, self._ref, self.control.token)
 
     def register(self, specs: Sequence[ShardSpec]) -> list[RegisteredShard]:
         """Make room for shards, all or none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import grpc
 
 from offloadd.core.errors import Code, OffloadError, known_code
@@ -34,8 +36,32 @@ def to_metadata(error: OffloadError) -> tuple[tuple[str, bytes], ...]:
     return ((FAILURE_KEY, failure.SerializeToString()),)
 
 
-def from_rpc_error(error: grpc.RpcError, where: str) -> OffloadError:
-    """The typed error inside, or a sentence about why `where` did not answer."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The daemon at the other end, as far as a sentence about it needs to know."""
+
+    where: str
+    answered: bool = False
+    """Once at least: so it was an offloadd daemon, and if it does not answer now it has ended."""
+    private: bool = False
+    """Its log was in a directory that went with it."""
+
+    def gone(self) -> OffloadError:
+        if self.private:
+            text = (
+                f"the job's private daemon at {self.where} is gone (killed or crashed), and its log and swap files "
+                "with it; look in the kernel's log (dmesg) whether memory ran out, then start the job again"
+            )
+        else:
+            text = (
+                f"the daemon at {self.where} is gone (stopped, killed or crashed); look at its log, then start the job "
+                "again"
+            )
+        return OffloadError(Code.UNAVAILABLE, text)
+
+
+def from_rpc_error(error: grpc.RpcError, peer: Peer) -> OffloadError:
+    """The typed error inside, or a sentence about why `peer` did not answer."""
     call = error if isinstance(error, grpc.Call) else None
     metadata: dict[str, str | bytes] = dict(call.trailing_metadata() or ()) if call else {}
     if isinstance(raw := metadata.get(FAILURE_KEY), bytes):
@@ -44,11 +70,13 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> OffloadError:
     status = call.code() if call else None
     if status == grpc.StatusCode.DEADLINE_EXCEEDED:
         return OffloadError(
-            Code.TIMED_OUT, f"the daemon at {where} did not answer in time; is it overloaded or stopped?"
+            Code.TIMED_OUT, f"the daemon at {peer.where} did not answer in time; is it overloaded or stopped?"
         )
     if status == grpc.StatusCode.UNIMPLEMENTED:
-        return OffloadError(Code.WRONG_VERSION, f"what answers at {where} is a gRPC server but not this offloadd")
+        return OffloadError(Code.WRONG_VERSION, f"what answers at {peer.where} is a gRPC server but not this offloadd")
+    if peer.answered and status == grpc.StatusCode.UNAVAILABLE:
+        return peer.gone()
     detail = call.details() if call else str(error)
     return OffloadError(
-        Code.UNAVAILABLE, f"no offloadd daemon answers at {where} ({detail}); start one with 'offloadd serve'"
+        Code.UNAVAILABLE, f"no offloadd daemon answers at {peer.where} ({detail}); start one with 'offloadd serve'"
     )

@@ -468,7 +468,7 @@ def test_a_killed_daemon_ends_its_ranks_within_the_bound(tmp_path: Path, runtime
         one_sentence(text)
         texts.append(text)
         assert when - died < 3 * TIMEOUT_S
-    assert any("is gone (stopped, killed or crashed)" in text for text in texts)
+    assert any("private daemon" in text and "is gone (killed or crashed)" in text for text in texts)
     assert not list((tmp_path / "swap").iterdir())
 
 

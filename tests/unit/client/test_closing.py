@@ -19,6 +19,7 @@ from offloadd.client.control import ControlClient
 from offloadd.client.endpoint import parse
 from offloadd.core.units import PAGE_BYTES
 from offloadd.wire import attach as wire
+from offloadd.wire.failure import Peer
 from offloadd.wire.layout import Completion
 from offloadd.wire.pb import control_pb2
 
@@ -103,7 +104,7 @@ def test_a_channel_that_cannot_be_mapped_closes_what_it_was_given(wrong: dict[st
     ring = os.open(wrong["ring"], os.O_RDWR) if "ring" in wrong else os.memfd_create("ring")
     descriptors = (arena, ring, os.eventfd(0), os.eventfd(0))
     with pytest.raises(OffloadError, match="cannot map"):
-        RingChannel("here", near, descriptors, wrong.get("region", (0, PAGE_BYTES)), 1)
+        RingChannel(Peer("here"), near, descriptors, wrong.get("region", (0, PAGE_BYTES)), 1)
     assert open_files() == before
     near.send(b"still open")
     near.close()
