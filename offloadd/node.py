@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import signal
-import sqlite3
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -104,10 +103,7 @@ class Node:
         self._exits.callback(catalog.close)
         self._volumes = Volumes(config.swap, config.io, self._engine)
         self._exits.callback(self._volumes.close)
-        try:
-            await self._volumes.open(catalog)
-        except sqlite3.Error as error:
-            raise _no_catalog(config.session.state_dir, error) from error
+        await self._volumes.open(catalog)
         self._store = Store(catalog)
         self._scheduler = Scheduler(self._volumes.windows())
         wait_ns = int(config.session.slot_wait_seconds * 1e9)
@@ -298,21 +294,11 @@ def _check_socket_path(path: str) -> None:
 
 
 def _open_catalog(state: str | None, wake: Callable[[], None]) -> Catalog:
-    try:
-        return Catalog(os.path.join(state, CATALOG_NAME) if state else ":memory:", wake)
-    except (sqlite3.Error, ValueError) as error:
-        raise _no_catalog(state, error) from error
-
-
-def _no_catalog(state: str | None, error: Exception) -> ConfigError:
     if state is None:
-        return ConfigError(f"the catalog in memory cannot be used: {error}; free memory on this node")
+        return Catalog(":memory:", wake)
     if not os.path.isdir(state):
-        return ConfigError(f"session.state_dir {state} is not a directory; create it, or leave the key out")
-    return ConfigError(
-        f"the catalog {os.path.join(state, CATALOG_NAME)} cannot be used: {error}; make the directory writable for "
-        f"user {os.getuid()}, move a broken file away, or set session.state_dir to another directory"
-    )
+        raise ConfigError(f"session.state_dir {state} is not a directory; create it, or leave the key out")
+    return Catalog(os.path.join(state, CATALOG_NAME), wake)
 
 
 def _check_memory(host_bytes: int) -> None:

@@ -129,7 +129,8 @@ class World:
         registration = to_the_end(self.store.prepare_registration(session, specs))
         for file, length in registration.grow.items():
             self.engine.grow(file, length)
-        self.store.commit_registration(registration).result(10)
+        self.store.record_registration(registration).result(10)
+        self.store.commit_registration(registration)
         return [
             [TileKey(shard, i) for i in range(len(tiles))]
             for shard, tiles in zip(registration.shards, registration.tiles, strict=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from offloadd.core.errors import Code, OffloadError
-from offloadd.core.records import Op
+from offloadd.core.records import CATALOG_PATH, Op
 from offloadd.core.units import GRANULE_BYTES, human
 from offloadd.wire.layout import Completion
 
@@ -21,8 +21,14 @@ def explain(
     stuck: Sequence[str],
 ) -> OffloadError:
     """`held`: tiles fetched and not handed back; `stuck`: handed back, but a tensor over them still lives."""
-    path = paths[completion.path] if completion.path < len(paths) else "its swap path"
     reason = os.strerror(completion.errno) if completion.errno else "no further detail"
+    if completion.path == CATALOG_PATH:
+        return OffloadError(
+            completion.code,
+            f"{who}: {op.name.lower()} of {title} failed: the daemon's catalog could not be written ({reason}); the "
+            "daemon's log names the file, which needs free space on a sound device",
+        )
+    path = paths[completion.path] if completion.path < len(paths) else "its swap path"
     what = {
         Code.BAD_REQUEST: "the daemon does not understand the request",
         Code.UNKNOWN_SHARD: "no such shard or tile is registered in this session",

@@ -295,11 +295,13 @@ class Lifecycle:
                 for file, length in registration.grow.items():
                     await asyncio.to_thread(files.grow, file, length)
                 self._check_open(session)
+                await asyncio.wrap_future(self._store.record_registration(registration))
+                self._check_open(session)
             except BaseException:
                 self._store.abort_registration(registration)
                 self._registry.refund_swap(session, charged)
                 raise
-            await asyncio.wrap_future(self._store.commit_registration(registration))
+            self._store.commit_registration(registration)
             return first, registration.swap_bytes
 
     async def plan(

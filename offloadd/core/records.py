@@ -131,6 +131,10 @@ class Request(NamedTuple):
     """The cause that the reply to that fetch named (core.stats.Cause)."""
 
 
+CATALOG_PATH = 0xFFFFFFFF
+"""In a reply, instead of a swap path: the catalog failed."""
+
+
 class Reply(NamedTuple):
     """One entry of a completion queue: exactly one per accepted request."""
 
@@ -146,7 +150,7 @@ class Reply(NamedTuple):
     granule: int = 0
     """For CORRUPT: the first granule whose checksum differs."""
     path: int = 0
-    """For 3xx: index of the swap path in the daemon's list."""
+    """For 3xx: index of the swap path in the daemon's list, or CATALOG_PATH."""
     waited_ns: int = 0
     """How long the daemon held the request before it could answer."""
     cause: int = 0

@@ -2,21 +2,28 @@
 
 SQLite (WAL, synchronous=FULL) on one worker thread of its own, because a commit beside heavy writes takes 140 ms.
 Memory is authoritative; rows are written at register, flush and close only. The loop polls the futures; control
-awaits them. An ordinary tool can open the file. It is never asked on the data path.
+awaits them. An ordinary tool can open the file. It is never asked on the data path. Whatever SQLite reports becomes one
+sentence that names the file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import queue
 import sqlite3
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from offloadd.core.errors import Code, ConfigError, OffloadError
 from offloadd.core.records import Extent, ShardSpec
+
+log = logging.getLogger("offloadd.catalog")
 
 T = TypeVar("T")
 
@@ -25,17 +32,17 @@ QUEUE_LIMIT: Final = 1024
 CLOSE_TIMEOUT_S: Final = 30.0
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS jobs (
+CREATE TABLE jobs (
     job TEXT PRIMARY KEY, opened_at INTEGER NOT NULL DEFAULT (CAST(strftime('%s','now') AS INTEGER)));
-CREATE TABLE IF NOT EXISTS shards (
+CREATE TABLE shards (
     job TEXT NOT NULL REFERENCES jobs(job) ON DELETE CASCADE, rank INTEGER NOT NULL, name TEXT NOT NULL,
     dtype TEXT NOT NULL, kind TEXT NOT NULL, length INTEGER NOT NULL, tile_bytes INTEGER NOT NULL,
     on_disk INTEGER NOT NULL, PRIMARY KEY (job, rank, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS shard_versions (
+CREATE TABLE shard_versions (
     job TEXT NOT NULL, rank INTEGER NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL,
     extents BLOB NOT NULL, checksums BLOB NOT NULL, PRIMARY KEY (job, rank, name, version),
     FOREIGN KEY (job, rank, name) REFERENCES shards(job, rank, name) ON DELETE CASCADE) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS calibrations (path TEXT PRIMARY KEY, json TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE calibrations (path TEXT PRIMARY KEY, json TEXT NOT NULL) WITHOUT ROWID;
 """
 
 _TILE = struct.Struct("<iIQQB")
@@ -87,16 +94,26 @@ class Catalog:
 
     def __init__(self, path: str, wake: Callable[[], None] | None = None) -> None:
         """`path` or ":memory:". `wake` is called on the worker's thread after each piece of work, so that a loop can
-        be told to look. Raises sqlite3.Error if the database cannot be opened."""
+        be told to look. Raises ConfigError if this is no file of ours or cannot be used."""
+        self._path = path
         self._wake = wake
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_LIMIT)
         self._closed = False
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         try:
-            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
+            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        except (sqlite3.Error, ValueError) as error:
+            raise _unusable(path, error) from error
+        try:
+            for pragma in ("busy_timeout=5000", "foreign_keys=ON"):
                 self._database.execute(f"PRAGMA {pragma}").fetchall()
-            self._database.executescript(_SCHEMA)
-            self._database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            _check_schema(self._database)
+            for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+                self._database.execute(f"PRAGMA {pragma}").fetchall()
+            with _transaction(self._database):
+                _make_schema(self._database)
+        except sqlite3.Error as error:
+            self._database.close()
+            raise _unusable(path, error) from error
         except BaseException:
             self._database.close()
             raise
@@ -116,7 +133,7 @@ class Catalog:
                 database.execute("INSERT INTO shards VALUES (?,?,?,?,?,?,?,?)", values)
                 _put_version(database, job, rank, row)
 
-        return self.submit(write)
+        return _logged(self.submit(write))
 
     def flush(self, job: str, rank: int, rows: Sequence[ShardRow]) -> Future[None]:
         """Write where shards lie now, with their checksums, in one transaction."""
@@ -125,7 +142,7 @@ class Catalog:
             for row in rows:
                 _put_version(database, job, rank, row)
 
-        return self.submit(write)
+        return _logged(self.submit(write))
 
     def forget(self, job: str, rank: int) -> Future[None]:
         """A rank's shards are gone; the job goes with its last rank."""
@@ -136,7 +153,7 @@ class Catalog:
                 "DELETE FROM jobs WHERE job=? AND NOT EXISTS (SELECT 1 FROM shards WHERE job=?)", (job, job)
             )
 
-        return self.submit(write)
+        return _logged(self.submit(write))
 
     def version(self, job: str, rank: int, name: str, version: int = 0) -> Future[tuple[bytes, bytes] | None]:
         """(extents blob, checksums blob), or None."""
@@ -168,32 +185,36 @@ class Catalog:
         return self.submit(read)
 
     def submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """Run `work` inside one transaction on the worker. Queue full, or closed: the future fails at once."""
+        """Run `work` inside one transaction on the worker. An error of SQLite's, a full queue and a closed catalog make
+        the future fail with OffloadError: NO_SPACE or IO_ERROR."""
         future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                self._database.execute("BEGIN IMMEDIATE")
-                try:
+                with _transaction(self._database):
                     result = work(self._database)
-                except BaseException:
-                    self._database.execute("ROLLBACK")
-                    raise
-                self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                future.set_exception(self._failure(error))
             except Exception as error:  # whatever it was, somebody waits for this future
                 future.set_exception(error)
             else:
                 future.set_result(result)
 
         if self._closed:
-            future.set_exception(sqlite3.ProgrammingError("the catalog is closed"))
+            future.set_exception(OffloadError(Code.DRAINING, f"the catalog {self._path} is closed; the daemon stops"))
             return future
         try:
             self._work.put_nowait(run)
         except queue.Full:
-            future.set_exception(sqlite3.OperationalError(f"the catalog is {QUEUE_LIMIT} transactions behind"))
+            future.set_exception(
+                OffloadError(
+                    Code.IO_ERROR,
+                    f"the catalog {self._path} is {QUEUE_LIMIT} transactions behind; the disk under it is too slow, "
+                    "set session.state_dir to a faster one",
+                )
+            )
         return future
 
     def poll(self) -> int:
@@ -205,8 +226,21 @@ class Catalog:
         if self._closed:
             return
         self._closed = True
-        self._work.put(None, timeout=CLOSE_TIMEOUT_S)
+        try:
+            self._work.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            log.error("the catalog %s did not take its end in %g s and is left", self._path, CLOSE_TIMEOUT_S)
+            return
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _failure(self, error: sqlite3.Error) -> OffloadError:
+        full = "is full" in str(error)  # the code of an error is known to Python 3.11 and later only
+        remedy = "free space there" if full else "check the device's log (dmesg)"
+        return OffloadError(
+            Code.NO_SPACE if full else Code.IO_ERROR,
+            f"the catalog {self._path} could not be read or written: {error}; {remedy}, move a broken file "
+            "away, or set session.state_dir to another directory",
+        )
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -214,6 +248,60 @@ class Catalog:
             if self._wake is not None:
                 self._wake()
         self._database.close()
+
+
+def _logged(future: Future[T]) -> Future[T]:
+    """The operator reads of it too, whoever else does."""
+
+    def say(done: Future[T]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("%s", error)
+
+    future.add_done_callback(say)
+    return future
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing, also when it is the commit that fails."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:  # some errors have rolled back already
+            database.execute("ROLLBACK")
+        raise
+
+
+def _check_schema(database: sqlite3.Connection) -> None:
+    """Nothing is written to a file that is not ours."""
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version == SCHEMA_VERSION:
+        return
+    if version:
+        raise sqlite3.DatabaseError(
+            f"it has schema version {version} and this offloadd writes version {SCHEMA_VERSION}"
+        )
+    if database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        raise sqlite3.DatabaseError("it is another program's database")
+
+
+def _make_schema(database: sqlite3.Connection) -> None:
+    if database.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
+        return
+    for statement in _SCHEMA.split(";"):
+        database.execute(statement)
+    database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def _unusable(path: str, error: Exception) -> ConfigError:
+    if path == ":memory:":
+        return ConfigError(f"the catalog in memory cannot be used: {error}; free memory on this node")
+    return ConfigError(
+        f"the catalog {path} cannot be used: {error}; make the directory writable for user {os.getuid()}, "
+        "move a broken file away, or set session.state_dir to another directory"
+    )
 
 
 def _put_version(database: sqlite3.Connection, job: str, rank: int, row: ShardRow) -> None:

@@ -6,14 +6,14 @@ The first error wins and is the answer; a spill that had failed before is report
 
 from __future__ import annotations
 
-import errno as errno_names
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import IntEnum
+from errno import EIO, ENOSPC
 from typing import Protocol
 
-from offloadd.core.errors import Code
-from offloadd.core.records import Outcome, Request, Residency, TileKey
+from offloadd.core.errors import Code, OffloadError
+from offloadd.core.records import CATALOG_PATH, Outcome, Request, Residency, TileKey
 from offloadd.store.outcomes import Settled, classify
 from offloadd.store.residency import Tile
 from offloadd.store.store import Store
@@ -116,9 +116,11 @@ class Flushes:
         if self._committing:
             for job in [job for job in self._committing if job.commit is not None and job.commit.done()]:
                 self._committing.remove(job)
-                if job.commit is not None and job.commit.exception() is not None:
+                failure = job.commit.exception() if job.commit is not None else None
+                if failure is not None:
                     self._store.commit_failed(job.request.session, job.committing)
-                    job.fail(Code.IO_ERROR, errno_names.EIO, 0)
+                    full = isinstance(failure, OffloadError) and failure.code is Code.NO_SPACE
+                    job.fail(*((Code.NO_SPACE, ENOSPC) if full else (Code.IO_ERROR, EIO)), CATALOG_PATH)
                 self._finish(job, now_ns)
 
     def forget(self, session: int) -> None:

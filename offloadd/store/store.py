@@ -110,8 +110,7 @@ class Store:
             del self._shards[shard.id]
         for number in [n for n, lease in self._leases.items() if lease.tile.session == session]:
             del self._leases[number]
-        if held.shards:
-            self.catalog.forget(held.terms.job, held.terms.rank)
+        self.catalog.forget(held.terms.job, held.terms.rank)
         held.give_back(self._files)
         used = {file for other in self._sessions.values() for file in other.placement_files}
         for file in held.placement_files:
@@ -119,20 +118,23 @@ class Store:
                 self._files.pop(file, None)
 
     def prepare_registration(self, session: int, specs: Sequence[ShardSpec]) -> Generator[None, None, Registration]:
-        """Allocate, all or none, in slices; the caller makes the files as long as `grow` says, then commits or
-        aborts."""
+        """Allocate, all or none, in slices; the caller makes the files as long as `grow` says, tells the
+        catalog, then commits or aborts."""
         held = self._held(session)
         first = next(self._shard_numbers)
         self._shard_numbers = itertools.count(first + max(1, len(specs)))
         return held.prepare(specs, first, self._files)
 
-    def commit_registration(self, registration: Registration) -> Future[None]:
-        """The shards exist from now on; the future says when the catalog has them."""
+    def record_registration(self, registration: Registration) -> Future[None]:
+        """Tell the catalog of the shards, before they exist; the future says when it has them."""
         held = self._held(registration.session)
-        held.commit(registration, self._files)
+        return self.catalog.register(held.terms.job, held.terms.rank, map(held.new_row, registration.prepared))
+
+    def commit_registration(self, registration: Registration) -> None:
+        """The shards exist from now on."""
+        self._held(registration.session).commit(registration, self._files)
         for shard in registration.prepared:
             self._shards[shard.id] = shard
-        return self.catalog.register(held.terms.job, held.terms.rank, map(held.new_row, registration.prepared))
 
     def abort_registration(self, registration: Registration) -> None:
         """Give back what prepare took. Harmless when the session has ended meanwhile."""

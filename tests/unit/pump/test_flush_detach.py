@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from offloadd.core.errors import Code, OffloadError
-from offloadd.core.records import Direction, Mode, Op, Request
+from offloadd.core.records import CATALOG_PATH, Direction, Mode, Op, Request
 from offloadd.store.catalog import unpack_extents
 from tests.pump_world import PAGE, Rank, World
 from tests.sim_engine import checksums_of
@@ -176,3 +176,18 @@ def test_a_session_that_ends_with_transfers_in_one_batch_takes_no_neighbours_alo
     assert quiet == [1]
     assert staying.fetch(other).code is Code.OK
     world.close()
+
+
+def test_a_flush_that_the_catalog_could_not_record_says_so_and_the_next_one_records_it(world: World) -> None:
+    rank = world.open()
+    ((tile,),) = world.register(1, PAGE)
+    rank.put(tile, b"a" * PAGE)
+    trigger = "CREATE TEMP TRIGGER broken BEFORE INSERT ON shard_versions BEGIN SELECT RAISE(ABORT, 'broken'); END"
+    world.catalog.submit(lambda database: database.execute(trigger)).result(10)
+    reply = rank.flush()
+    assert (reply.code, reply.path) == (Code.IO_ERROR, CATALOG_PATH)
+    world.catalog.submit(lambda database: database.execute("DROP TRIGGER broken")).result(10)
+    assert rank.flush().code is Code.OK
+    found = world.catalog.version("job1", 0, "s0").result(10)
+    assert found is not None
+    assert unpack_extents(found[0])[0][4]

@@ -84,14 +84,16 @@ def test_closing_between_prepare_and_commit_leaks_no_extent(store: Store) -> Non
 def test_resolve_is_bounds_checked(store: Store) -> None:
     registration = to_the_end(store.prepare_registration(1, [spec("a", 4 * PAGE)]))
     assert store.resolve(1, 0, 0) is None
-    store.commit_registration(registration).result(10)
+    store.commit_registration(registration)
     assert store.resolve(1, 0, 1) == TileKey(registration.shards[0], 1)
     for numbers in ((1, 0, 2), (1, 1, 0), (1, -1, 0), (1, 0, -1), (2, 0, 0)):
         assert store.resolve(*numbers) is None
 
 
 def test_the_catalog_knows_registered_shards_and_forgets_closed_ones(store: Store) -> None:
-    store.commit_registration(to_the_end(store.prepare_registration(1, [spec("a", 3 * PAGE)]))).result(10)
+    registration = to_the_end(store.prepare_registration(1, [spec("a", 3 * PAGE)]))
+    store.record_registration(registration).result(10)
+    store.commit_registration(registration)
     found = store.catalog.version("job", 0, "a").result(10)
     assert found is not None
     assert unpack_extents(found[0]) == [(5, 0, 0, 2 * PAGE, False), (5, 0, 2 * PAGE, PAGE, False)]
