@@ -139,6 +139,14 @@ def _brief(pair: dict[str, Any]) -> dict[str, float]:
     return {name: round(run["seconds"] if isinstance(run, dict) else run, 3) for name, run in pair.items()}
 
 
+def _memory_ratio(memory: dict[str, int]) -> float:
+    """A rank's peak of anonymous bytes over what its step needs: gathered parameters, activations and gradients, which
+    were there after initialize already. What else was there then (interpreter, torch, tables) is left out."""
+    grown = memory["anonymous_peak"] - memory["anonymous_after_initialize"] + memory["gradients"]
+    parts = ("gathered_parameters_max", "activations", "gradients", "gradient_in_flight")
+    return grown / sum(memory[part] for part in parts)
+
+
 def _summary(pairs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for share in options.share:
@@ -154,6 +162,7 @@ def _summary(pairs: list[dict[str, Any]], options: argparse.Namespace) -> dict[s
                 max(pair["none"]["seconds"], pair[name]["bytes"] / pair[name]["mixed_bps"]) / pair[name]["seconds"]
                 for pair in pairs
             ),
+            "memory_ratio": median(_memory_ratio(pair[name]["memory"]) for pair in pairs),
         }
         if options.peer:
             theirs = [pair["peer nvme"] - pair["peer none"] for pair in pairs]

@@ -71,19 +71,22 @@ def saved_bytes(engine: trainer.Engine) -> Iterator[list[int]]:
 
 
 def memory_step(engine: trainer.Engine, tokens: torch.Tensor, targets: torch.Tensor, before: int) -> dict[str, int]:
-    """One step more, for memory: its peak of anonymous bytes since `before`, and what that should be made of."""
+    """One step more, for memory: its peak of anonymous bytes, and what that should be made of. What autograd has just
+    made of a gradient lies beside its place among the accumulated ones: at most one parameter's at a time."""
     with PeakAnonymous() as peak:
         with saved_bytes(engine) as activations:
             loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()
     statistics = engine.statistics()
+    itemsize = engine.params.params[0].dtype.itemsize
     return {
         "anonymous_peak": peak.bytes,
         "anonymous_after_initialize": before,
-        "gathered_parameters_max": int(engine.params.live_numel_max) * engine.params.params[0].dtype.itemsize,
+        "gathered_parameters_max": int(engine.params.live_numel_max) * itemsize,
         "activations": activations[0],
         "gradients": int(statistics["gradient_bytes"]),
+        "gradient_in_flight": max(zero.numel for zero in engine.params.params) * itemsize,
     }
 
 
