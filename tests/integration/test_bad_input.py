@@ -34,7 +34,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +66,6 @@ def config_of(side: dict[str, Any], **ours: Any) -> dict[str, Any]:
         },
         "offloadd": {"host_bytes": 4 * MIB, "timeout_s": TIMEOUT_S, **ours},
     }
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private daemons put their sockets; a short name, and empty again at the end."""
-    directory = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
-    yield directory
-    try:
-        assert until(lambda: not list(directory.iterdir())), "a private daemon left its directory"
-    finally:
-        shutil.rmtree(directory)
 
 
 def one_sentence(text: str) -> None:
