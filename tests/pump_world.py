@@ -5,28 +5,31 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 from offloadd.core.clock import ManualClock
 from offloadd.core.errors import Code
 from offloadd.core.records import Mode, Op, Reply, Request, ShardSpec, TileKey
 from offloadd.pump import Pump
 from offloadd.scheduler import Scheduler
+from offloadd.scheduler.plan import AccessPlan
 from offloadd.store import Catalog, Store, SwapTarget
-from offloadd.store.holdings import Registration
 from tests.sim_engine import SimEngine
+
+Result = TypeVar("Result")
 
 PAGE = 4096
 NO_TILE = TileKey(0, 0)
 
 
-def to_the_end(work: Generator[None, None, Registration]) -> Registration:
+def to_the_end(work: Generator[None, None, Result]) -> Result:
     """Without giving anybody a turn."""
     while True:
         try:
             next(work)
         except StopIteration as done:
-            made: Registration = done.value
-            return made
+            result: Result = done.value
+            return result
 
 
 class Rank:
@@ -131,10 +134,17 @@ class World:
             self.engine.grow(file, length)
         self.store.record_registration(registration).result(10)
         self.store.commit_registration(registration)
-        return [
-            [TileKey(shard, i) for i in range(len(tiles))]
-            for shard, tiles in zip(registration.shards, registration.tiles, strict=True)
-        ]
+        return [[tile.key for tile in shard.tiles] for shard in registration.prepared]
+
+    def follow(self, session: int, plan: Sequence[TileKey]) -> None:
+        self.pump.follow(session, AccessPlan(plan))
+
+    def leave(self, session: int) -> None:
+        """End a session whose transfers have ended."""
+        quiet: list[int] = []
+        self.pump.detach(session, quiet.append)
+        assert quiet == [session]
+        to_the_end(self.store.close_session(session))
 
     def run(self, until: object = None, limit: int = 10_000) -> None:
         """Step and move the clock until `until()` holds; without it, until nothing is left to do. Waits bounded."""

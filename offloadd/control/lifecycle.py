@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -219,7 +220,7 @@ class Lifecycle:
                 files.targets,
                 session.weight,
             )
-            undo.callback(self._store.close_session, session.id)
+            undo.push_async_callback(self._leave_store, session.id)
             self._scheduler.open_session(session.id, session.weight)
             undo.callback(self._scheduler.close_session, session.id)
             self._connect(session, region, stream)
@@ -298,10 +299,12 @@ class Lifecycle:
                 await asyncio.wrap_future(self._store.record_registration(registration))
                 self._check_open(session)
             except BaseException:
-                self._store.abort_registration(registration)
+                await _in_slices(self._store.abort_registration(registration))
                 self._registry.refund_swap(session, charged)
                 raise
             self._store.commit_registration(registration)
+            # Tiles are many, live long and lie in no cycle: one look at them by the collector would take 0.2 s.
+            gc.freeze()
             return first, registration.swap_bytes
 
     async def plan(
@@ -388,6 +391,7 @@ class Lifecycle:
         if not self.session_count():
             self.idle_since_ns = self._clock.now_ns()
             self._empty.set()
+            gc.unfreeze()
 
     async def _close(self, session: Session, reason: str) -> None:
         log.info("%s: session %d ends: %s", session.title, session.id, reason)
@@ -435,7 +439,11 @@ class Lifecycle:
             # Nobody waits for this any more; it ends with the transfers, or with the daemon.
             await quiet.wait()
             log.info("%s: its last transfer has ended, and its memory returns", session.title)
+        await self._leave_store(session.id)
         await self._lend(self._engine.unregister_region, session.id)
+
+    async def _leave_store(self, session: int) -> None:
+        await _in_slices(self._store.close_session(session))
 
     async def _end_job(self, job: Job) -> None:
         files = self._files.pop(job, None)

@@ -7,12 +7,12 @@ and engine. Every accepted request gets exactly one reply, unless its session is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from offloadd.core.clock import Clock
 from offloadd.core.errors import Code, OffloadError
-from offloadd.core.records import Direction, Op, Outcome, Reply, Request, TileKey
+from offloadd.core.records import Direction, Op, Outcome, Reply, Request
 from offloadd.core.stats import Cause, Snapshot, Stats
 from offloadd.io.engine import Engine
 from offloadd.pump.desk import Desk
@@ -92,8 +92,8 @@ class Pump:
 
     def detach(self, session: int, on_quiet: Callable[[int], None] | None = None) -> None:
         """Stop serving a session. Its waiting requests are answered nowhere. When nothing of it is in flight any more
-        the store takes back all it held and `on_quiet` is called (perhaps at once): from then on its region may be
-        unregistered and unmapped. May be called again: every `on_quiet` is called once."""
+        `on_quiet` is called (perhaps at once): from then on the store may close it, and its region may be unregistered
+        and unmapped. May be called again: every `on_quiet` is called once."""
         callbacks = [] if on_quiet is None else [on_quiet]
         if session in self._leaving:
             self._leaving[session].extend(callbacks)
@@ -110,14 +110,9 @@ class Pump:
         """Nothing of the session is left here."""
         return session not in self._endpoints and session not in self._leaving
 
-    def set_plan(
-        self, session: int, entries: Sequence[TileKey], overwrites: Collection[int] = (), steps: int = 1
-    ) -> None:
-        """Replace the session's access plan; the next step acts on it. `overwrites` and `steps`: see AccessPlan."""
-        self._scheduler.set_plan(session, entries, overwrites, steps)
-
     def follow(self, session: int, plan: AccessPlan) -> AccessPlan:
-        """The same with a plan made elsewhere; returns the one it replaces."""
+        """Replace the session's access plan; the next step acts on it. Returns the one it replaces, which, if long,
+        takes a while to unmake."""
         return self._scheduler.follow(session, plan)
 
     # ---- the step ------------------------------------------------------------------------------------------------
@@ -131,7 +126,7 @@ class Pump:
         self._post()
         for flight, outcome in self._flights.reap():
             self._settle(flight, outcome, now_ns)
-        self._flushes.poll(now_ns)
+        more = self._flushes.poll(now_ns) or more
         self._mind_deadlines(now_ns)
         more = self._serving.serve(now_ns) or more
         self._post()
@@ -281,7 +276,6 @@ class Pump:
             return
         callbacks = self._leaving.pop(session)
         self._flights.forget(session)
-        self._store.close_session(session)
         self.stats.sessions.pop(session, None)
         for on_quiet in callbacks:
             on_quiet(session)

@@ -98,7 +98,7 @@ class Desk:
         load, so it stays. `path`: the one at fault, if it is not the tile's own."""
         self.end_guess(queue, tile)
         no_slot = settled.code is Code.SLOTS_EXHAUSTED
-        leased = self._store.holdings(queue.session).arena.leased_bytes() if no_slot else 0
+        leased = self._store.holdings(queue.session).leased_bytes if no_slot else 0
         kept: deque[Waiter] = deque()
         for waiter in queue.parked.pop(tile.key, ()):
             request = waiter.request

@@ -9,7 +9,7 @@ bounded window of bytes in flight. A spill that a waiting rank depends on is dem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from offloadd.core.records import Request, TileKey, TrafficClass
@@ -56,16 +56,9 @@ class Scheduler:
         """Forget a session; its waiting requests are answered nowhere."""
         self._queues.pop(session, None)
 
-    def set_plan(
-        self, session: int, entries: Sequence[TileKey], overwrites: Collection[int] = (), steps: int = 1
-    ) -> None:
-        """Replace the access plan: what will be fetched, cyclically, from now on. Empty: nothing is known.
-        `overwrites` and `steps`: see AccessPlan."""
-        self.follow(session, AccessPlan(entries, 0, overwrites, steps))
-
     def follow(self, session: int, plan: AccessPlan) -> AccessPlan:
-        """`set_plan` with a plan that was made elsewhere, since a long one takes a while. Returns the one it replaces,
-        for the same reason: so that it need not die here."""
+        """Replace the access plan: what will be fetched, cyclically, from now on. Empty: nothing is known. Returns the
+        one it replaces, so that a long one need not die here."""
         queue = self._queues.get(session) or self.open_session(session)
         plan.begin_at(queue.plan.cursor)
         replaced, queue.plan = queue.plan, plan

@@ -6,6 +6,7 @@ first is returned, never done here. Nothing is freed under a lease or under a tr
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -141,25 +142,24 @@ class Arena:
         self.spill_retry_at_ns = 0
 
     def snapshot(self, swap_allocated: int, swap_limit: int) -> RegionSnapshot:
-        """Bytes by state; linear in the number of slots, for scrapes."""
-        clean = dirty = pinned = 0
-        for tile in self.owners.values():
-            if not tile.evictable:
-                pinned += tile.padded
-            elif tile.dirty:
-                dirty += tile.padded
-            else:
-                clean += tile.padded
-        return RegionSnapshot(self.slots.free.free_bytes, clean, dirty, pinned, swap_allocated, swap_limit)
+        """Bytes by state."""
+        free, clean, dirty = self.slots.free.free_bytes, self.victims.clean_bytes, self.victims.dirty_bytes
+        pinned = self.slots.bytes - free - clean - dirty
+        return RegionSnapshot(free, clean, dirty, pinned, swap_allocated, swap_limit)
+
+    def give_back(self, slice_tiles: int) -> Generator[None, None, None]:
+        """Forget all slots, some at a time; the arena is not used again."""
+        for _ in self.victims.clear(slice_tiles):
+            yield
+        while self.owners:
+            for _ in range(min(slice_tiles, len(self.owners))):
+                self.owners.popitem()
+            yield
 
     def take_evicted(self) -> list[tuple[Tile, str]]:
         """Tiles evicted since the last call, with the reason."""
         evicted, self.evicted = self.evicted, []
         return evicted
-
-    def leased_bytes(self) -> int:
-        """Bytes in slots that are lent out."""
-        return sum(tile.padded for tile in self.owners.values() if tile.leased)
 
     def _take(self, tile: Tile) -> bool:
         # Whole tiles from one end, shorter ones and what can never be evicted from the other: where all slots are of

@@ -135,8 +135,8 @@ class Catalog:
 
         return _logged(self.submit(write))
 
-    def flush(self, job: str, rank: int, rows: Sequence[ShardRow]) -> Future[None]:
-        """Write where shards lie now, with their checksums, in one transaction."""
+    def flush(self, job: str, rank: int, rows: Iterable[ShardRow]) -> Future[None]:
+        """Write where shards lie now, with their checksums, in one transaction. `rows`: see `register`."""
 
         def write(database: sqlite3.Connection) -> None:
             for row in rows:

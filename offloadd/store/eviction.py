@@ -7,7 +7,7 @@ least recently used first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -47,11 +47,14 @@ class VictimHeap:
         self._stamp = 0
         self._live = 0
         self._generation = order.generation(session)
+        self.clean_bytes = 0
+        self.dirty_bytes = 0
+        """Of the candidates, which do not change from one to the other while they are any."""
 
     def add(self, tile: Tile) -> None:
         """The tile became a candidate."""
         if not tile.stamp:
-            self._live += 1
+            self._count(tile, 1)
         self._stamp += 1
         tile.stamp = self._stamp
         heappush(self._heap, (-self._order.next_use(self._session, tile.key), self._stamp, tile))
@@ -62,7 +65,15 @@ class VictimHeap:
         """The tile is none any more."""
         if tile.stamp:
             tile.stamp = 0
-            self._live -= 1
+            self._count(tile, -1)
+
+    def discard_dirty(self, tiles: Iterable[Tile]) -> None:
+        """The same for all dirty candidates at once; they are among `tiles`, which may be very many."""
+        for tile in tiles:
+            if tile.stamp:
+                tile.stamp = 0
+                self._live -= 1
+        self.dirty_bytes = 0
 
     def pop(self) -> tuple[Tile, int] | None:
         """The furthest candidate and its next use; it leaves the heap. `put_back` returns it."""
@@ -85,8 +96,21 @@ class VictimHeap:
         """Undo `pop`, keeping the tile's age."""
         heappush(self._heap, (-use, tile.stamp, tile))
 
+    def clear(self, slice_tiles: int) -> Generator[None, None, None]:
+        """Forget all of them, some at a time; the heap is not used again."""
+        while self._heap:
+            del self._heap[-slice_tiles:]
+            yield
+
     def __len__(self) -> int:
         return self._live
+
+    def _count(self, tile: Tile, sign: int) -> None:
+        self._live += sign
+        if tile.dirty:
+            self.dirty_bytes += sign * tile.padded
+        else:
+            self.clean_bytes += sign * tile.padded
 
     def _rebuild(self) -> None:
         alive = [entry for entry in self._heap if entry[2].stamp == entry[1]]

@@ -13,7 +13,8 @@ from errno import EIO, ENOSPC
 from typing import Protocol
 
 from offloadd.core.errors import Code, OffloadError
-from offloadd.core.records import CATALOG_PATH, Outcome, Request, Residency, TileKey
+from offloadd.core.records import CATALOG_PATH, Outcome, Request, Residency
+from offloadd.store.holdings import SLICE_TILES
 from offloadd.store.outcomes import Settled, classify
 from offloadd.store.residency import Tile
 from offloadd.store.store import Store
@@ -36,12 +37,14 @@ class Phase(IntEnum):
 class FlushJob:
     """One FLUSH request."""
 
-    __slots__ = ("commit", "committing", "error", "phase", "remaining", "request", "syncs")
+    __slots__ = ("commit", "committing", "error", "phase", "remaining", "request", "syncs", "unasked")
 
-    def __init__(self, request: Request, remaining: set[TileKey]) -> None:
+    def __init__(self, request: Request, tiles: list[Tile]) -> None:
         self.request = request
-        self.remaining = remaining
+        self.remaining = set(tiles)
         """Tiles whose spill it waits for."""
+        self.unasked = tiles
+        """Those whose spill has not been asked for yet."""
         self.syncs: dict[int, int] = {}
         """File to the count of its spills when its sync, now in flight, began."""
         self.phase = Phase.SPILL
@@ -80,11 +83,8 @@ class Flushes:
         if tiles is None:
             self._answer(request, Code.LEASE_CONFLICT, now_ns)
             return
-        job = FlushJob(request, {tile.key for tile in tiles})
+        job = FlushJob(request, tiles)
         self._jobs.setdefault(request.session, []).append(job)
-        for tile in tiles:
-            if tile.residency is Residency.RESIDENT:
-                self._want_spill(tile, now_ns)
         self._advance(job, now_ns)
 
     def spilled(self, tile: Tile, settled: Settled, now_ns: int) -> None:
@@ -92,9 +92,9 @@ class Flushes:
         if not tile.flushing:
             return
         for job in list(self._jobs.get(tile.session, ())):
-            if tile.key not in job.remaining:
+            if tile not in job.remaining:
                 continue
-            job.remaining.discard(tile.key)
+            job.remaining.discard(tile)
             self._store.flushed(tile)
             if settled.code is not Code.OK:
                 job.fail(settled.code, settled.errno, tile.path)
@@ -111,8 +111,16 @@ class Flushes:
             job.fail(settled.code, settled.errno, path)
         self._advance(job, now_ns)
 
-    def poll(self, now_ns: int) -> None:
-        """Look at the catalog's commits."""
+    def poll(self, now_ns: int) -> bool:
+        """Ask for spills, some at a time, and look at the catalog's commits. True: there is more to ask for."""
+        asked = 0
+        for jobs in self._jobs.values():
+            for job in jobs:
+                while job.unasked and asked < SLICE_TILES:
+                    asked += 1
+                    tile = job.unasked.pop()
+                    if tile.residency is Residency.RESIDENT:
+                        self._want_spill(tile, now_ns)
         if self._committing:
             for job in [job for job in self._committing if job.commit is not None and job.commit.done()]:
                 self._committing.remove(job)
@@ -122,6 +130,7 @@ class Flushes:
                     full = isinstance(failure, OffloadError) and failure.code is Code.NO_SPACE
                     job.fail(*((Code.NO_SPACE, ENOSPC) if full else (Code.IO_ERROR, EIO)), CATALOG_PATH)
                 self._finish(job, now_ns)
+        return asked == SLICE_TILES
 
     def forget(self, session: int) -> None:
         """The session is gone; its flushes are answered nowhere."""

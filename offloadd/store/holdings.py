@@ -18,7 +18,7 @@ from offloadd.store.allocator import ExtentAllocator
 from offloadd.store.arena import Arena
 from offloadd.store.catalog import ShardRow, TileRow
 from offloadd.store.placement import Placement, SwapTarget
-from offloadd.store.residency import Shard, Tile
+from offloadd.store.residency import Lease, Shard, Tile
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -26,9 +26,9 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4
 TILE_BYTES_MIN = 16 << 10
 """A shard's own tile size, if it asks for one: the daemon keeps a record per tile."""
 TILES_MAX = 1 << 17
-"""Tiles of one session: what can be given back at once without holding the loop up for long."""
+"""Tiles of one session. What is done to all of them at once (marking for a flush) takes some 20 ms."""
 SLICE_TILES = 4096
-"""Tiles made before others get a turn: about 20 ms."""
+"""Tiles made, spilled or given back before others get a turn: 20 ms at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,10 @@ class Registration:
     session: int
     shards: tuple[int, ...]
     """Daemon-wide shard numbers, in the order of the specs."""
-    tiles: tuple[tuple[tuple[int, int], ...], ...]
-    """Per shard: (offset, length) of each tile within it, in logical bytes. An empty shard has one empty tile."""
     grow: dict[int, int]
     """File number to the length in bytes that the caller must give it before committing."""
     prepared: tuple[Shard, ...]
+    """An empty shard has one empty tile."""
     swap_bytes: int
     """Bytes of swap that this registration takes."""
 
@@ -89,7 +88,7 @@ class Holdings:
         self.swap_used = 0
         self.memory_only = 0
         self.largest_tile = 0
-        self.leases = 0
+        self.leases: dict[int, Lease] = {}
         self.ended = False
         self.writes: dict[int, int] = {}
         """Per file: spills that reached it."""
@@ -99,15 +98,18 @@ class Holdings:
         """Shards whose extents changed since the catalog last heard of them."""
         self.spill_error: tuple[Code, int, int] | None = None
         """(code, errno, path) of a spill that failed, until a flush reports it."""
+        self._elements: Counter[str] = Counter()
+        """Of the registered shards, by kind."""
 
     @property
     def parameters(self) -> int:
         """Elements of the master copies; of the parameters where there are none."""
-        for kind in ("master", "param"):
-            count = sum(s.spec.length // ITEM_BYTES.get(s.spec.dtype, 4) for s in self.shards if s.spec.kind == kind)
-            if count:
-                return count
-        return 0
+        return self._elements["master"] or self._elements["param"]
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes in slots that are lent out."""
+        return sum(tile.padded for tile in {lease.tile for lease in self.leases.values()})
 
     def prepare(
         self, specs: Sequence[ShardSpec], first: int, files: dict[int, ExtentAllocator]
@@ -117,31 +119,29 @@ class Holdings:
         time per session."""
         yield from self._check(specs)
         shards: list[Shard] = []
-        made: list[Tile] = []
+        made = 0
         try:
             for number, spec in enumerate(specs, first):
                 tiles: list[Tile] = []
                 shards.append(Shard(number, self.session, spec, tiles))
                 for index, length in enumerate(self._lengths(spec)):
-                    if len(made) % SLICE_TILES == SLICE_TILES - 1:
+                    made += 1
+                    if made % SLICE_TILES == 0:
                         yield
                         self._check_open()
                     tiles.append(self._tile(TileKey(number, index), spec, length, files))
-                    made.append(tiles[-1])
-        except BaseException:
-            self._return(made, files)
+        except Exception:
+            yield from self._return(shards, files)
             raise
         self.names.update(spec.name for spec in specs)
-        used = sum(t.padded for shard in shards for t in shard.tiles if t.on_disk)
+        used = sum(self._padded(spec) for spec in specs if spec.on_disk)
         self.swap_used += used
-        self.memory_only += sum(t.padded for shard in shards for t in shard.tiles if not t.on_disk)
-        self.largest_tile = max([self.largest_tile] + [t.padded for shard in shards for t in shard.tiles])
+        self.memory_only += sum(self._padded(spec) for spec in specs if not spec.on_disk)
+        self.largest_tile = max([self.largest_tile] + [shard.tiles[0].padded for shard in shards])
         grow = {f: files[f].end for f in self.placement_files if files[f].end > files[f].granted_length}
-        step = self.terms.tile_bytes
         registration = Registration(
             session=self.session,
             shards=tuple(shard.id for shard in shards),
-            tiles=tuple(tuple((i * step, t.length) for i, t in enumerate(shard.tiles)) for shard in shards),
             grow=grow,
             prepared=tuple(shards),
             swap_bytes=used,
@@ -161,36 +161,42 @@ class Holdings:
         del self.pending[registration.shards]
         self.shards.extend(registration.prepared)
         self.changed.update(registration.shards)
+        for shard in registration.prepared:
+            self._elements[shard.spec.kind] += shard.spec.length // ITEM_BYTES.get(shard.spec.dtype, 4)
 
-    def abort(self, registration: Registration, files: dict[int, ExtentAllocator]) -> None:
-        """Give back what `prepare` took."""
+    def abort(self, registration: Registration, files: dict[int, ExtentAllocator]) -> Generator[None, None, None]:
+        """Give back what `prepare` took, in slices."""
         if self.pending.pop(registration.shards, None) is None:
             return
         for shard in registration.prepared:
             self.names.discard(shard.spec.name)
-            self.memory_only -= sum(tile.padded for tile in shard.tiles if tile.extent is None)
-        self._return([tile for shard in registration.prepared for tile in shard.tiles], files)
+            if not shard.spec.on_disk:
+                self.memory_only -= self._padded(shard.spec)
         self.swap_used -= registration.swap_bytes
+        yield from self._return(list(registration.prepared), files)
 
-    def _return(self, tiles: Sequence[Tile], files: dict[int, ExtentAllocator]) -> None:
+    def _return(self, shards: list[Shard], files: dict[int, ExtentAllocator]) -> Generator[None, None, None]:
         """Take back what was placed for tiles that will not be."""
-        for tile in tiles:
-            if tile.extent is not None:
-                self.placement.undo(tile.extent.file, tile.padded)
-        _give(tiles, files)
+        for extents in _unmade(shards):
+            for extent in extents:
+                self.placement.undo(extent.file, extent.length)
+            _give(extents, files)
+            yield
 
     def _check_open(self) -> None:
         if self.ended:
             who = f"job {self.terms.job} rank {self.terms.rank}"
             raise OffloadError(Code.STALE_SESSION, f"{who}: the session ended while it registered; open a new session")
 
-    def give_back(self, files: dict[int, ExtentAllocator]) -> None:
-        """The session ends: free its extents."""
-        for registration in list(self.pending.values()):
-            self.abort(registration, files)
-        _give((tile for shard in self.shards for tile in shard.tiles), files)
-        self.shards.clear()
+    def give_back(self, files: dict[int, ExtentAllocator]) -> Generator[None, None, None]:
+        """The session ends: free its extents, in slices. Unmakes its records, too, which takes as long as freeing."""
         self.ended = True
+        for registration in list(self.pending.values()):
+            yield from self.abort(registration, files)
+        yield from self.arena.give_back(SLICE_TILES)
+        for extents in _unmade(self.shards):
+            _give(extents, files)
+            yield
 
     def unsynced(self) -> list[int]:
         """Files with spills that no sync covers yet."""
@@ -201,12 +207,12 @@ class Holdings:
         return spec.tile_bytes or self.terms.tile_bytes
 
     def new_row(self, shard: Shard) -> ShardRow:
-        """A shard as the catalog keeps it before anything was stored. Reads only what never changes: any thread."""
+        """A shard as the catalog keeps it before anything was stored. Any thread: what it reads never changes."""
         tiles = [TileRow(t.extent, t.path, t.length, None) for t in shard.tiles]
         return ShardRow(shard.spec, self.terms.tile_bytes, shard.version, tiles)
 
     def row(self, shard: Shard) -> ShardRow:
-        """A shard as the catalog keeps it."""
+        """A shard as the catalog keeps it. Any thread: a tile's checksums are one object, there or not."""
         tiles = [TileRow(t.extent, t.path, t.length, t.disk_checksums) for t in shard.tiles]
         return ShardRow(shard.spec, self.terms.tile_bytes, shard.version, tiles)
 
@@ -283,13 +289,30 @@ class Holdings:
         return whole * align_up(step, PAGE_BYTES) + align_up(rest, PAGE_BYTES)
 
 
-def _give(tiles: Iterable[Tile], files: dict[int, ExtentAllocator]) -> None:
-    """Free the tiles' extents, neighbours together: a session's lie side by side as a rule, and may be very many."""
-    extents: dict[int, list[tuple[int, int]]] = {}
-    for tile in tiles:
-        if tile.extent is not None and tile.extent.file in files:
-            extents.setdefault(tile.extent.file, []).append((tile.extent.offset, tile.extent.offset + tile.padded))
-    for file, spans in extents.items():
+def _unmade(shards: list[Shard]) -> Generator[list[Extent], None, None]:
+    """Takes the shards apart from the end, so that no large piece dies at once; yields the extents of a slice."""
+    extents: list[Extent] = []
+    left = SLICE_TILES
+    while shards:
+        tiles = shards[-1].tiles
+        extents += [tile.extent for tile in tiles[-left:] if tile.extent is not None]
+        taken = min(left, len(tiles))
+        del tiles[len(tiles) - taken :]
+        left -= taken
+        if not tiles:
+            shards.pop()
+        if not left or not shards:
+            yield extents
+            extents, left = [], SLICE_TILES
+
+
+def _give(extents: Iterable[Extent], files: dict[int, ExtentAllocator]) -> None:
+    """Free extents, neighbours together: a session's lie side by side as a rule, and may be very many."""
+    by_file: dict[int, list[tuple[int, int]]] = {}
+    for file, offset, length in extents:
+        if file in files:
+            by_file.setdefault(file, []).append((offset, offset + length))
+    for file, spans in by_file.items():
         spans.sort()
         start, end = spans[0]
         for begin, stop in spans[1:]:

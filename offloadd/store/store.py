@@ -63,7 +63,6 @@ class Store:
         self._order: UseOrder = NoPlan()
         self._sessions: dict[int, Holdings] = {}
         self._shards: dict[int, Shard] = {}
-        self._leases: dict[int, Lease] = {}
         self._files: dict[int, ExtentAllocator] = {}
         self._shard_numbers = itertools.count(1)
         self._lease_numbers = itertools.count(1)
@@ -101,17 +100,16 @@ class Store:
         for target in files:
             self._files.setdefault(target.file, ExtentAllocator())
 
-    def close_session(self, session: int) -> None:
-        """Give back everything the session held. Nothing of it may be in flight. Unknown sessions are ignored."""
+    def close_session(self, session: int) -> Generator[None, None, None]:
+        """Give back everything the session held, in slices; it is closed from the first one on. Nothing of it may be in
+        flight. Unknown sessions are ignored."""
         held = self._sessions.pop(session, None)
         if held is None:
             return
         for shard in held.shards:
             del self._shards[shard.id]
-        for number in [n for n, lease in self._leases.items() if lease.tile.session == session]:
-            del self._leases[number]
         self.catalog.forget(held.terms.job, held.terms.rank)
-        held.give_back(self._files)
+        yield from held.give_back(self._files)
         used = {file for other in self._sessions.values() for file in other.placement_files}
         for file in held.placement_files:
             if file not in used:
@@ -136,11 +134,11 @@ class Store:
         for shard in registration.prepared:
             self._shards[shard.id] = shard
 
-    def abort_registration(self, registration: Registration) -> None:
-        """Give back what prepare took. Harmless when the session has ended meanwhile."""
+    def abort_registration(self, registration: Registration) -> Generator[None, None, None]:
+        """Give back what prepare took, in slices. Harmless when the session has ended meanwhile."""
         held = self._sessions.get(registration.session)
         if held is not None:
-            held.abort(registration, self._files)
+            yield from held.abort(registration, self._files)
 
     def resolve(self, session: int, local_shard: int, tile: int) -> TileKey | None:
         """A client's numbers (order of registration, tile index) as a key, or None when out of bounds."""
@@ -195,13 +193,12 @@ class Store:
 
     def end(self, session: int, number: int, stored: bool) -> tuple[Code, Tile | None]:
         """End a lease. After `stored` the tile is dirty (see `begin_checksum`)."""
-        lease = self._leases.get(number)
-        if lease is None or lease.tile.session != session or (stored and lease.mode is Mode.READ):
-            return Code.BAD_LEASE, None
-        del self._leases[number]
-        tile = lease.tile
         held = self._sessions[session]
-        held.leases -= 1
+        lease = held.leases.get(number)
+        if lease is None or (stored and lease.mode is Mode.READ):
+            return Code.BAD_LEASE, None
+        del held.leases[number]
+        tile = lease.tile
         if lease.mode is Mode.READ:
             tile.readers -= 1
         else:
@@ -327,11 +324,11 @@ class Store:
         writing, so that what was stored before can no longer be told from what is being written."""
         held = self._sessions[session]
         found = [t for t in held.arena.owners.values() if t.dirty]
-        if any(tile.writer for tile in found):
+        if [t for t in found if t.writer]:
             return None
         for tile in found:
             tile.flushing += 1
-            held.arena.victims.discard(tile)
+        held.arena.victims.discard_dirty(found)
         return found
 
     def flushed(self, tile: Tile) -> None:
@@ -346,7 +343,7 @@ class Store:
         if not held.changed:
             return None
         changed, held.changed = held.changed, set()
-        rows = [held.row(self._shards[number]) for number in changed]
+        rows = map(held.row, [self._shards[number] for number in changed])
         return self.catalog.flush(held.terms.job, held.terms.rank, rows), changed
 
     def commit_failed(self, session: int, shards: set[int]) -> None:
@@ -363,9 +360,8 @@ class Store:
 
     def _lend(self, tile: Tile, mode: Mode) -> int:
         number = next(self._lease_numbers)
-        self._leases[number] = Lease(tile, mode)
         held = self._sessions[tile.session]
-        held.leases += 1
+        held.leases[number] = Lease(tile, mode)
         held.arena.victims.discard(tile)
         if mode is Mode.READ:
             tile.readers += 1

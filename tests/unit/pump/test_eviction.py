@@ -13,7 +13,7 @@ def start(world: World, tiles: int, slots: int, plan: bool = True) -> tuple[Rank
     for key in keys:
         rank.put(key, b"a" * PAGE)
     if plan:
-        world.pump.set_plan(1, keys)
+        world.follow(1, keys)
     return rank, keys
 
 
@@ -100,7 +100,7 @@ def test_waiting_is_booked_under_its_cause() -> None:
 def test_a_wrong_plan_costs_time_only() -> None:
     world = World()
     rank, keys = start(world, tiles=16, slots=4)
-    world.pump.set_plan(1, keys[::-1])
+    world.follow(1, keys[::-1])
     cycle(rank, keys, Mode.UPDATE)
     cycle(rank, keys)
     assert world.pump.snapshot().sessions[0].replies == len(rank.sent)

@@ -8,8 +8,10 @@ import pytest
 
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.records import CATALOG_PATH, Direction, Mode, Op, Request
+from offloadd.scheduler.queues import SessionQueue
 from offloadd.store.catalog import unpack_extents
-from tests.pump_world import PAGE, Rank, World
+from offloadd.store.holdings import SLICE_TILES
+from tests.pump_world import PAGE, Rank, World, to_the_end
 from tests.sim_engine import checksums_of
 
 
@@ -69,7 +71,7 @@ def test_a_flush_while_stored_bytes_are_being_updated_is_a_conflict(world: World
 def test_nothing_is_written_while_memory_suffices(world: World) -> None:
     rank = world.open(region_bytes=8 * PAGE)
     (tiles,) = world.register(1, 8 * PAGE)
-    world.pump.set_plan(1, tiles)
+    world.follow(1, tiles)
     for _ in range(3):
         for tile in tiles:
             rank.put(tile, b"a" * PAGE)
@@ -94,14 +96,13 @@ def test_detaching_waits_for_what_is_in_flight(world: World) -> None:
     world.run(lambda: world.pump.is_detached(1))
     assert quiet == [1, 1]
     world.engine.unregister_region(1)
+    to_the_end(world.store.close_session(1))
     assert world.store.sessions() == []
 
 
 def test_detaching_a_quiet_session_is_immediate_and_its_numbers_can_be_used_again(world: World) -> None:
     world.open()
-    quiet: list[int] = []
-    world.pump.detach(1, quiet.append)
-    assert quiet == [1]
+    world.leave(1)
     rank = world.open()
     ((tile,),) = world.register(1, PAGE)
     rank.put(tile, b"a" * PAGE)
@@ -191,3 +192,59 @@ def test_a_flush_that_the_catalog_could_not_record_says_so_and_the_next_one_reco
     found = world.catalog.version("job1", 0, "s0").result(10)
     assert found is not None
     assert unpack_extents(found[0])[0][4]
+
+
+def full_of_changed_tiles(world: World, count: int) -> Rank:
+    rank = world.open(region_bytes=count * PAGE)
+    (tiles,) = world.register(1, count * PAGE)
+    for at in range(0, count, 200):
+        fetches = [rank.send(Op.FETCH, tile, Mode.OVERWRITE) for tile in tiles[at : at + 200]]
+        world.run(lambda fetches=fetches: all(number in rank.replies for number in fetches))
+        for number in fetches:
+            rank.send(Op.STORE, lease=rank.replies[number].lease)
+    world.run()
+    return rank
+
+
+def test_a_flush_of_very_many_tiles_lets_others_have_their_turn() -> None:
+    world = World(checksums=False, slots=8)
+    rank = full_of_changed_tiles(world, 3 * SLICE_TILES)
+    asked: list[int] = []
+    push = SessionQueue.push
+    other = world.open(2)
+    flush = rank.send(Op.FLUSH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SessionQueue, "push", lambda queue, want: (asked.append(want.key.index), push(queue, want))[1])
+        begun = []
+        while len(asked) < 3 * SLICE_TILES:
+            before = len(asked)
+            answer = other.send(Op.NOP)
+            assert world.pump.step()
+            assert answer in other.replies
+            begun.append(len(asked) - before)
+    assert max(begun) == SLICE_TILES
+    assert sorted(asked) == list(range(3 * SLICE_TILES))
+    world.run(lambda: flush in rank.replies, limit=100_000)
+    assert rank.replies[flush].code is Code.OK
+    assert world.store.regions()[1].clean == 3 * SLICE_TILES * PAGE
+    world.close()
+
+
+def test_a_session_with_very_many_tiles_ends_in_slices_and_gives_all_back() -> None:
+    world = World(checksums=False)
+    full_of_changed_tiles(world, 3 * SLICE_TILES)
+    held = world.store.holdings(1)
+    quiet: list[int] = []
+    world.pump.detach(1, quiet.append)
+    assert quiet == [1]
+    records = [held.arena.owners, held.arena.victims._heap, held.shards[0].tiles]
+    work = world.store.close_session(1)
+    while any(records):
+        before = sum(map(len, records))
+        next(work)
+        assert 0 <= before - sum(map(len, records)) <= SLICE_TILES
+        assert world.store.sessions() == []
+    to_the_end(work)
+    assert world.store._shards == {}
+    assert world.store._files == {}
+    world.close()

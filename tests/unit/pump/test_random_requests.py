@@ -31,7 +31,7 @@ class Actor:
         self.asked: dict[int, Request] = {}
         self.faults = False
         if rng.random() < 0.7:
-            world.pump.set_plan(session, rng.sample(self.tiles, len(self.tiles)))
+            world.follow(session, rng.sample(self.tiles, len(self.tiles)))
 
     def act(self) -> None:
         roll = self.rng.random()
@@ -93,6 +93,11 @@ class Actor:
             assert end <= REGION
         assert isinstance(arena.slots, SlotAllocator)
         assert sum(t.padded for t in arena.owners.values()) + arena.slots.free.free_bytes == REGION
+        seen = arena.snapshot(0, 0)
+        candidates = [t for t in arena.owners.values() if t.evictable]
+        assert seen.dirty == sum(t.padded for t in candidates if t.dirty)
+        assert seen.clean == sum(t.padded for t in candidates if not t.dirty)
+        assert seen.free + seen.clean + seen.dirty + seen.pinned == REGION
 
 
 def play(seed: int, faults: bool, steps: int = 300) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadd.core.records import TileKey, TrafficClass
+from offloadd.scheduler.plan import AccessPlan
 from offloadd.scheduler.queues import Want
 from offloadd.scheduler.scheduler import STARVATION_BYTES, Scheduler
 
@@ -59,7 +60,7 @@ def test_a_session_that_idled_has_saved_up_nothing() -> None:
 def test_demand_goes_before_prefetch() -> None:
     scheduler = Scheduler({})
     queue = scheduler.open_session(1)
-    scheduler.set_plan(1, [TileKey(1, 5)])
+    scheduler.follow(1, AccessPlan([TileKey(1, 5)]))
     demand(scheduler, 1, MIB, 1)
     first, second = scheduler.pick(), scheduler.pick()
     assert first is not None
@@ -114,7 +115,7 @@ def test_spills_that_are_waited_for_go_before_loads() -> None:
 def test_what_waits_for_a_window_is_not_offered_until_all_it_needs_is_there() -> None:
     scheduler = Scheduler({0: 4 * MIB})
     queue = scheduler.open_session(1)
-    scheduler.set_plan(1, [TileKey(1, 0)])
+    scheduler.follow(1, AccessPlan([TileKey(1, 0)]))
     scheduler.started(queue, TrafficClass.DEMAND, 0, 2 * MIB)
     queue.prefetch_needs = (0, 3 * MIB)
     assert scheduler.pick() is None

@@ -100,7 +100,7 @@ def test_shards_beyond_4_gib_are_only_numbers() -> None:
     store = Store(catalog)
     store.open_session(1, "j", 0, 1, 64 << 20, 16 << 20, 1 << 40, [SwapTarget(1, 0, 2.0), SwapTarget(2, 1, 1.0)])
     registration = to_the_end(store.prepare_registration(1, [ShardSpec("big", "float32", (6 << 30) + 4, "master")]))
-    assert sum(length for _, length in registration.tiles[0]) == (6 << 30) + 4
+    assert sum(tile.length for tile in registration.prepared[0].tiles) == (6 << 30) + 4
     assert registration.grow[1] + registration.grow[2] == (6 << 30) + PAGE
     assert 1.9 < registration.grow[1] / registration.grow[2] < 2.1
     catalog.close()

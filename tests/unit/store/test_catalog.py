@@ -137,6 +137,6 @@ def test_shards_that_the_catalog_could_not_record_do_not_exist(catalog: Catalog)
     registration = to_the_end(store.prepare_registration(1, specs))
     with pytest.raises(OffloadError):
         store.record_registration(registration).result(10)
-    store.abort_registration(registration)
+    to_the_end(store.abort_registration(registration))
     assert store.resolve(1, 0, 0) is None
     assert store.holdings(1).swap_used == 0

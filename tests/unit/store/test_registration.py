@@ -44,13 +44,13 @@ def refusal(store: Store, *specs: ShardSpec) -> OffloadError:
 
 def test_tiles_cover_the_shard_and_only_the_last_is_shorter(store: Store) -> None:
     registration = to_the_end(store.prepare_registration(1, [spec("a", 5 * PAGE + 1)]))
-    assert registration.tiles[0] == ((0, 2 * PAGE), (2 * PAGE, 2 * PAGE), (4 * PAGE, PAGE + 1))
+    assert [tile.length for tile in registration.prepared[0].tiles] == [2 * PAGE, 2 * PAGE, PAGE + 1]
     assert registration.grow == {5: 6 * PAGE}
 
 
 def test_an_empty_shard_is_one_empty_tile_without_swap(store: Store) -> None:
     registration = to_the_end(store.prepare_registration(1, [spec("a", 0)]))
-    assert registration.tiles == (((0, 0),),)
+    assert [tile.length for tile in registration.prepared[0].tiles] == [0]
     assert registration.grow == {}
 
 
@@ -70,14 +70,14 @@ def test_nonsense_is_refused(store: Store, specs: list[ShardSpec]) -> None:
 
 
 def test_abort_gives_everything_back(store: Store) -> None:
-    store.abort_registration(to_the_end(store.prepare_registration(1, [spec("a", 10 * PAGE)])))
+    to_the_end(store.abort_registration(to_the_end(store.prepare_registration(1, [spec("a", 10 * PAGE)]))))
     assert to_the_end(store.prepare_registration(1, [spec("a", 10 * PAGE)])).grow == {5: 10 * PAGE}
 
 
 def test_closing_between_prepare_and_commit_leaks_no_extent(store: Store) -> None:
     store.open_session(2, "other", 0, 2, 8 * PAGE, 2 * PAGE, 10 * PAGE, [SwapTarget(5, 0, 1.0)])
     to_the_end(store.prepare_registration(1, [spec("a", 10 * PAGE)]))
-    store.close_session(1)
+    to_the_end(store.close_session(1))
     assert to_the_end(store.prepare_registration(2, [spec("a", 10 * PAGE)])).grow == {5: 10 * PAGE}
 
 
@@ -97,7 +97,7 @@ def test_the_catalog_knows_registered_shards_and_forgets_closed_ones(store: Stor
     found = store.catalog.version("job", 0, "a").result(10)
     assert found is not None
     assert unpack_extents(found[0]) == [(5, 0, 0, 2 * PAGE, False), (5, 0, 2 * PAGE, PAGE, False)]
-    store.close_session(1)
+    to_the_end(store.close_session(1))
     assert store.catalog.version("job", 0, "a").result(10) is None
 
 
@@ -122,7 +122,7 @@ def test_many_tiles_are_made_in_slices_and_others_register_meanwhile(world: Worl
         turns += 1
         world.register(2, PAGE, prefix=f"other{turns}")
     assert turns >= 3
-    assert len(registration.tiles[0]) == 3 * SLICE_TILES
+    assert len(registration.prepared[0].tiles) == 3 * SLICE_TILES
     assert not set(registration.shards) & {shard.id for shard in world.store.holdings(2).shards}
 
 
@@ -134,7 +134,7 @@ def test_a_session_that_ends_between_two_slices_leaves_no_extent(world: World) -
     for _ in range(4):
         next(work)
     assert world.store._files[5].live_bytes > 0
-    world.store.close_session(1)
+    to_the_end(world.store.close_session(1))
     with pytest.raises(OffloadError, match="ended while it registered"):
         to_the_end(work)
     assert world.store._files[5].live_bytes == 0
