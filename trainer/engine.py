@@ -72,6 +72,7 @@ class Engine:
         self._broken = False
         self._told: BaseException | None = None
         """What stopped the optimizer, once something has raised it."""
+        params.before_modified = optimizer.refuse_half_taken
         params.on_modified = lambda changed: self._telling(optimizer.refresh_masters, changed)
         params.before_fetch = lambda zero: self._telling(optimizer.wait, zero)
         params.may_prefetch = lambda: optimizer.idle
@@ -149,11 +150,13 @@ class Engine:
         self._refuse_open_blocks()
         self.params.drop_all()
         norm = grad_norm(self.params.params, self.params.collectives)
+        scale = clip_scale(norm.value, self.config.gradient_clipping)
+        self.optimizer.check_unchanged(scale)
         self._grad_norm = norm.value
         if norm.nonfinite is not None:
             self._report_nonfinite(norm.nonfinite)
         self._broken = True  # until the step is whole: taken twice, it would use the same gradient twice
-        self._telling(self.optimizer.apply, clip_scale(norm.value, self.config.gradient_clipping))
+        self._telling(self.optimizer.apply, scale)
         self.params.refresh_persistent()
         self.reducer.new_step()
         if self.lr_scheduler is not None:

@@ -119,14 +119,18 @@ class ShardedAdam(torch.optim.Optimizer):
             self.early.end(len(self._deferred.take_back()))
         return self._halved
 
-    def apply(self, grad_scale: float) -> None:
-        """Update every trainable shard from its accumulated gradient times `grad_scale`."""
+    def check_unchanged(self, grad_scale: float) -> None:
+        """UsageError if the step that has begun in backward cannot be completed with what `param_groups` say now."""
         early = self.early is not None and self.early.begun
         if early and [hyper_of(group, self.steps + 1, grad_scale) for group in self.param_groups] != self._hypers:
             raise UsageError(
                 "a learning rate or another hyper-parameter was changed between engine.backward() and engine.step(), "
-                "when part of the update had been done; change it before, or set offloadd.update_in_backward to false"
+                "when part of the update had been done; put it back and change it before the next engine.backward(), "
+                "or set offloadd.update_in_backward to false"
             )
+
+    def apply(self, grad_scale: float) -> None:
+        """Update every trainable shard from its accumulated gradient times `grad_scale`."""
         self._begin(grad_scale)
         self.steps += 1
         if self._deferred is None:
@@ -158,10 +162,14 @@ class ShardedAdam(torch.optim.Optimizer):
         if self._deferred is not None:
             self._state_backend.waited(self._deferred.wait(zero))
 
-    def drain(self) -> None:
-        """Return when the last step is complete for every parameter; raise what stopped it."""
+    def refuse_half_taken(self) -> None:
+        """UsageError while part of a step is done."""
         if self.early is not None and self.early.begun:
             raise UsageError("part of this step's update is done already; call engine.step() first")
+
+    def drain(self) -> None:
+        """Return when the last step is complete for every parameter; raise what stopped it."""
+        self.refuse_half_taken()
         if self._deferred is not None:
             self._state_backend.waited(self._deferred.drain())
             self._all_closed()

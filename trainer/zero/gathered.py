@@ -33,6 +33,9 @@ class Gatherer(Protocol):
     def write(self, zero: ZeroParam, mine: torch.Tensor) -> None:
         """Replace this rank's shard."""
 
+    def before_modified(self) -> None:
+        """Shards are to be replaced from outside: refuse, if now is not the time."""
+
     def modified(self, params: Sequence[ZeroParam]) -> None:
         """Shards were replaced from outside: whatever is derived from them must follow."""
 
@@ -75,8 +78,12 @@ class GatheredParameters:
         for zero in self._zeros:
             zero.blocks -= 1
         changed = [zero for zero in self._zeros if zero.param._version != self._versions[zero]]
+        discard = changed
         try:
             if kind is None and self._modifier is not None:
+                for owner, _ in self._by_owner():
+                    owner.before_modified()
+                discard = []
                 self._keep(self._modifier)
             elif kind is None and changed:
                 raise UsageError(
@@ -85,7 +92,7 @@ class GatheredParameters:
                 )
         finally:
             for owner, zeros in self._by_owner():
-                self._restore(owner, zeros, changed)
+                self._restore(owner, zeros, discard)
 
     def _keep(self, source: int) -> None:
         for owner, zeros in self._by_owner():
@@ -101,8 +108,7 @@ class GatheredParameters:
                 owner.write(zero, zero.piece(together.rank))
             owner.modified(zeros)
 
-    def _restore(self, owner: Gatherer, zeros: list[ZeroParam], changed: list[ZeroParam]) -> None:
-        discard = changed if self._modifier is None else []
+    def _restore(self, owner: Gatherer, zeros: list[ZeroParam], discard: list[ZeroParam]) -> None:
         again = []
         for zero in zeros:
             if (zero in self._opened or zero in discard) and zero.users == 0 and zero.blocks == 0:

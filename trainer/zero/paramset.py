@@ -40,6 +40,8 @@ class ParamSet:
         for index, zero in enumerate(self.params):
             zero.index = index
             zero.owner, zero.on_copy = self, None
+        self.before_modified: Callable[[], None] = lambda: None
+        """Asked before shards are replaced from outside; may refuse."""
         self.on_modified: Callable[[Sequence[ZeroParam]], None] | None = None
         """Told when shards were replaced from outside; the optimizer then refreshes its master copies."""
         self.before_fetch: Callable[[ZeroParam], None] = lambda zero: None

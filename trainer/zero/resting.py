@@ -59,6 +59,9 @@ class RestingParams:
         """Replace the shard at rest."""
         _resting(zero).copy_(mine)
 
+    def before_modified(self) -> None:
+        """Always the time."""
+
     def modified(self, params: Sequence[ZeroParam]) -> None:
         """Nothing is derived from them yet."""
 

@@ -16,6 +16,7 @@ import trainer
 from tests.unit.trainer.making import engine_of
 from trainer.config import ConfigError, load_config
 from trainer.optim.early import EarlyWorks
+from trainer.zero import GatheredParameters
 
 NVME = {"device": "nvme", "endpoint": "unix:///nowhere"}
 ZERO = {"offload_param": NVME, "offload_optimizer": NVME, "reduce_bucket_size": 100}
@@ -157,10 +158,32 @@ def test_states_half_updated_are_not_shown(half_taken: trainer.Engine) -> None:
         list(half_taken.optimizer.shard_states())
 
 
-def test_a_learning_rate_changed_too_late_is_refused(half_taken: trainer.Engine) -> None:
-    half_taken.optimizer.param_groups[0]["lr"] = 0.5
+def test_a_learning_rate_changed_too_late_is_refused_and_can_be_put_back(half_taken: trainer.Engine) -> None:
+    group = half_taken.optimizer.param_groups[0]
+    before, group["lr"] = group["lr"], 0.5
     with pytest.raises(RuntimeError, match="changed between"):
         half_taken.step()
+    group["lr"] = before
+    half_taken.step()
+    assert half_taken.global_steps == SETTLED_STEPS + 1
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_parameters_cannot_be_modified_while_a_step_is_half_taken(kind: str) -> None:
+    """A weight is sharded, a bias is persistent."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    first = getattr(model[0], kind)  # is not among what is updated early: its gradient comes last
+    with engine_of(model, {**ZERO, "stage3_param_persistence_threshold": 100}, **EARLY) as engine:
+        train(engine, SETTLED_STEPS)
+        with GatheredParameters(first):
+            before = first.detach().clone()
+        engine.backward(engine(torch.ones(2, 32)).sum())
+        refused = pytest.raises(RuntimeError, match=r"call engine\.step\(\) first")
+        with refused, GatheredParameters(first, modifier_rank=0), torch.no_grad():
+            first.fill_(9.0)
+        with GatheredParameters(first):
+            assert torch.equal(first, before)
+        engine.step()
 
 
 class Failing(nn.Module):
