@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 _uring = {"passed": 0, "selected": 0}
+
+
+def pytest_configure() -> None:
+    """A shell's background job has SIGINT ignored, which the ranks and daemons started here would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

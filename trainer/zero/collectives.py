@@ -21,6 +21,11 @@ from trainer.zero.errors import CollectiveError
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch renamed it; the old name warns where the new one exists."""
 
+_lent: Sequence[torch.Tensor] = ()
+"""What the last operation was given. The group's own thread lets go of it a moment after the operation is over; were it
+the last to do so, it would need the interpreter, and if that is ending meanwhile, the process aborts instead of
+saying why it ended."""
+
 
 class Collectives(Protocol):
     """All ranks of a job. `what` names the operation in errors."""
@@ -85,7 +90,7 @@ class GroupCollectives:
         self._sequence += 1
         mine = torch.tensor([self._sequence, zlib.crc32(what.encode())], dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        self._bounded(lambda: dist.all_gather(everyone, mine, async_op=True), what)
+        self._bounded(lambda: dist.all_gather(everyone, mine, async_op=True), what, *everyone, mine)
         if all(torch.equal(other, mine) for other in everyone):
             return
         wanted = self.exchange(what, what)
@@ -99,25 +104,25 @@ class GroupCollectives:
         """Bytes, so that no dtype is special."""
         if mine.numel() == 0:
             return
-        into = [piece.view(torch.uint8) for piece in pieces]
-        self._bounded(lambda: dist.all_gather(into, mine.view(torch.uint8), async_op=True), what)
+        into, out = [piece.view(torch.uint8) for piece in pieces], mine.view(torch.uint8)
+        self._bounded(lambda: dist.all_gather(into, out, async_op=True), what, *into, out)
 
     def reduce_rows(self, matrix: torch.Tensor, scatter: bool, what: str) -> torch.Tensor:
         """Reduce-scatter, or all-reduce and a slice."""
         if matrix.shape[1] == 0:
             return matrix[self.rank]
         if not scatter:
-            self._bounded(lambda: dist.all_reduce(matrix, async_op=True), what)
+            self._bounded(lambda: dist.all_reduce(matrix, async_op=True), what, matrix)
             return matrix[self.rank]
-        row = matrix.new_empty(matrix.shape[1])
-        self._bounded(lambda: _reduce_scatter(row, matrix.view(-1), async_op=True), what)
+        row, flat = matrix.new_empty(matrix.shape[1]), matrix.view(-1)
+        self._bounded(lambda: _reduce_scatter(row, flat, async_op=True), what, row, flat)
         return row
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         """Contiguous tensors only."""
         if tensor.numel():
             flat = tensor.view(-1).view(torch.uint8)
-            self._bounded(lambda: dist.broadcast(flat, source, async_op=True), what)
+            self._bounded(lambda: dist.broadcast(flat, source, async_op=True), what, flat)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """As JSON: lengths first, then the text, padded to the longest."""
@@ -131,7 +136,9 @@ class GroupCollectives:
         self.all_gather(texts, padded, what)
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
 
-    def _bounded(self, start: Callable[[], Any], what: str) -> None:
+    def _bounded(self, start: Callable[[], Any], what: str, *lent: torch.Tensor) -> None:
+        global _lent
+        _lent = lent
         try:
             start().wait(self._timeout)
         except RuntimeError as error:
