@@ -157,7 +157,7 @@ def run(cell: Cell, way: str, rank: int) -> Record:
         with torch.no_grad():
             record.evaluations.append(engine.eval()(*batch(99, 0, rank, dtype)).item())
         engine.train()
-    record.tensors = _tensors(engine, optimizer)
+    record.tensors = tensors_of(engine, optimizer)
     record.live.append(engine.params.live_bytes())
     record.statistics = engine.statistics()
     for backend in engine.backends.each():
@@ -166,7 +166,7 @@ def run(cell: Cell, way: str, rank: int) -> Record:
     return record
 
 
-def _tensors(engine: trainer.Engine, optimizer: Any) -> dict[str, torch.Tensor]:
+def tensors_of(engine: trainer.Engine, optimizer: Any) -> dict[str, torch.Tensor]:
     found = {f"{zero.name}.{kind}": t for zero, states in optimizer.shard_states() for kind, t in states.items()}
     with trainer.zero.GatheredParameters(engine.parameters()):
         found |= {name: param.detach().clone() for name, param in engine.named_parameters()}
