@@ -149,7 +149,7 @@ class Engine:
             return
         self._refuse_open_blocks()
         self.params.drop_all()
-        norm = grad_norm(self.params.params, self.params.collectives)
+        norm = grad_norm(self.params.params, self.params.collectives, f"a step with {self.optimizer.described()}")
         scale = clip_scale(norm.value, self.config.gradient_clipping)
         self.optimizer.check_unchanged(scale)
         self._grad_norm = norm.value

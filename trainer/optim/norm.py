@@ -25,14 +25,14 @@ class GradNorm(NamedTuple):
     nonfinite: str | None
 
 
-def grad_norm(params: Sequence[ZeroParam], collectives: Collectives) -> GradNorm:
-    """L2 norm of the accumulated gradients of trainable parameters."""
+def grad_norm(params: Sequence[ZeroParam], collectives: Collectives, step: str) -> GradNorm:
+    """L2 norm of the accumulated gradients of trainable parameters. `step` must be the same on all ranks."""
     trainable = [zero for zero in params if zero.grad_shard is not None]
     if not trainable:
         return GradNorm(0.0, None)
     mine = torch.tensor([_square_sum(zero.grad_shard) for zero in trainable], dtype=torch.float64)
     everyone = torch.empty(collectives.world, len(trainable), dtype=torch.float64)
-    collectives.announce("the gradient norm")
+    collectives.announce(f"the gradient norm of {step}")
     collectives.all_gather(list(everyone), mine, "the gradient norm")
     total = 0.0
     for rank in everyone.tolist():

@@ -119,6 +119,11 @@ class ShardedAdam(torch.optim.Optimizer):
             self.early.end(len(self._deferred.take_back()))
         return self._halved
 
+    def described(self) -> str:
+        """The hyper-parameters of every group. Ranks with different ones would each update their own part by them."""
+        groups = [", ".join(f"{key} {group[key]}" for key in group if key != "params") for group in self.param_groups]
+        return "; ".join(groups)
+
     def check_unchanged(self, grad_scale: float) -> None:
         """UsageError if the step that has begun in backward cannot be completed with what `param_groups` say now."""
         early = self.early is not None and self.early.begun

@@ -101,6 +101,42 @@ def test_ranks_in_different_branches_are_told_where(tmp_path: Path) -> None:
         assert leases == 0
 
 
+def _own_learning_rate(rank: int, world: int, folder: Path) -> None:
+    engine = trainer.initialize(model=Choosing(), config=config_of()).engine
+    engine.backward(engine(torch.ones(1, 4), True))
+    (group,) = engine.optimizer.param_groups
+    before, group["lr"] = group["lr"], group["lr"] * (1 + rank)
+    with pytest.raises(CollectiveError) as caught:
+        engine.step()
+    group["lr"] = before
+    engine.step()
+    say(folder, rank, [str(caught.value), engine.global_steps])
+    engine.close()
+
+
+def test_ranks_with_different_learning_rates_are_told_both_and_may_go_on(tmp_path: Path) -> None:
+    for said, steps in ranks(2, _own_learning_rate, tmp_path):
+        assert "lr 0.01" in said
+        assert "lr 0.02" in said
+        assert steps == 1
+
+
+def _more_forwards(rank: int, world: int, folder: Path) -> None:
+    engine = trainer.initialize(model=Choosing(), config=config_of()).engine
+    if rank == 1:
+        engine(torch.ones(1, 4), True)
+    try:
+        engine.backward(engine(torch.ones(1, 4), True))
+    except CollectiveError as error:
+        say(folder, rank, str(error))
+        os._exit(0)
+
+
+def test_a_rank_that_calls_forward_once_more_is_told(tmp_path: Path) -> None:
+    for said in ranks(2, _more_forwards, tmp_path):
+        assert "ranks went different ways" in said
+
+
 def _one_dies(rank: int, world: int, folder: Path) -> None:
     engine = trainer.initialize(model=Choosing(), config=config_of()).engine
     engine.backward(engine(torch.ones(1, 4), True))
