@@ -7,7 +7,10 @@ branches get an error naming both sides instead of each other's bytes.
 
 from __future__ import annotations
 
+import atexit
 import json
+import sys
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,9 +25,20 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 """torch renamed it; the old name warns where the new one exists."""
 
 _lent: Sequence[torch.Tensor] = ()
-"""What the last operation was given. The group's own thread lets go of it a moment after the operation is over; were it
-the last to do so, it would need the interpreter, and if that is ending meanwhile, the process aborts instead of
-saying why it ended."""
+"""What the last operation was given, and nobody else keeps. See `wait_until_let_go`."""
+_ALONE = 3
+"""References to an object in a tuple while a loop asks how many there are."""
+
+
+def wait_until_let_go(timeout_s: float = 1.0) -> None:
+    """The group's own threads let go of tensors a moment after the operation is over, for which torch needs the
+    interpreter; if that is ending meanwhile, the process aborts instead of saying why it ended. So wait for them."""
+    deadline = time.monotonic() + timeout_s
+    while any(sys.getrefcount(tensor) > _ALONE for tensor in _lent) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+atexit.register(wait_until_let_go)
 
 
 class Collectives(Protocol):
@@ -112,7 +126,8 @@ class GroupCollectives:
         if matrix.shape[1] == 0:
             return matrix[self.rank]
         if not scatter:
-            self._bounded(lambda: dist.all_reduce(matrix, async_op=True), what, matrix)
+            flat = matrix.view(-1)
+            self._bounded(lambda: dist.all_reduce(flat, async_op=True), what, flat)
             return matrix[self.rank]
         row, flat = matrix.new_empty(matrix.shape[1]), matrix.view(-1)
         self._bounded(lambda: _reduce_scatter(row, flat, async_op=True), what, row, flat)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import time
 import weakref
 from datetime import timedelta
 from types import SimpleNamespace
@@ -73,20 +73,28 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("operation", list(OPERATIONS))
-def test_what_an_operation_is_given_lives_until_the_next(group: Group, operation: str, fails: bool) -> None:
-    """A thread of the group that is the last to let go of a tensor while the interpreter ends aborts the process."""
-    ranks = GroupCollectives(1.0)
+def test_the_end_waits_for_whoever_still_holds_what_an_operation_was_given(
+    group: Group, operation: str, fails: bool
+) -> None:
+    """A thread of the group that lets go of a tensor while the interpreter ends aborts the process."""
+    ranks, result = GroupCollectives(1.0), None
     if fails:
         group.failure = RuntimeError("gone")
         with pytest.raises(CollectiveError, match="rank 0 of 2 waited up to 1 s for the other ranks in x: gone"):
             OPERATIONS[operation](ranks)
     else:
-        OPERATIONS[operation](ranks)
-    del ranks
-    gc.collect()
-    given = list(group.given)
-    assert given
-    assert all(tensor() is not None for tensor in given)
+        result = OPERATIONS[operation](ranks)
+    del ranks, result
     group.failure = None
-    GroupCollectives(1.0).announce("the next")
-    assert all(tensor() is None for tensor in given)
+    given = [tensor() for tensor in group.given]
+    assert given
+    assert all(tensor is not None for tensor in given)
+    assert lasts(0.01) >= 0.01
+    del given
+    assert lasts(1000.0) < 500.0
+
+
+def lasts(timeout_s: float) -> float:
+    started = time.monotonic()
+    collectives.wait_until_let_go(timeout_s)
+    return time.monotonic() - started
