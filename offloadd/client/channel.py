@@ -143,6 +143,9 @@ class RingChannel:
         self._liveness.close()
         os.close(self._submission_doorbell)
         os.close(self._completion_doorbell)
+        # An error that somebody keeps holds this channel by its traceback, and must not hold the ring.
+        del self._submissions, self._completions
+        self._ring.close()
         # Live tensors keep the mapping; it goes with the last of them.
         with contextlib.suppress(BufferError):
             self._arena.close()

@@ -112,7 +112,9 @@ class ControlClient:
         except TimeoutError as error:
             raise OffloadError(Code.TIMED_OUT, f"the daemon at {self.where} did not answer in time") from error
         except OSError as error:
-            raise OffloadError(Code.UNAVAILABLE, f"the daemon at {self.where} hung up ({error.strerror})") from error
+            raise self._hung_up(error.strerror or "") from error
+        if not raw:
+            raise self._hung_up("it closed the connection")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
@@ -129,6 +131,14 @@ class ControlClient:
                 )
             undo.pop_all()
         return answer, list(descriptors)
+
+    def _hung_up(self, why: str) -> OffloadError:
+        if self.peer.answered:
+            return self.peer.gone()
+        return OffloadError(
+            Code.UNAVAILABLE,
+            f"what listens on {self.where} hung up unasked ({why}); look whether the daemon still runs",
+        )
 
     def close(self) -> None:
         self.channel.close()

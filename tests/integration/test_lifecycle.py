@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from offloadd.client import Code, Mode, OffloadError, ShardSpec, connect
+from offloadd.client.control import ControlClient
 from offloadd.core.units import KIB, MIB
 from offloadd.wire import attach
 from tests.daemon import Daemon, running, start, until
@@ -112,6 +115,94 @@ def test_a_killed_daemon_is_an_error_not_a_hang(daemon: Daemon) -> None:
     assert caught.value.code is Code.UNAVAILABLE
     assert time.monotonic() - started < 5
     session.close()
+
+
+CALLS = ["close", "flush", "fetch", "drop", "reserve", "register", "plan", "statistics"]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def noting(real: Callable[..., object], entered: threading.Event) -> Callable[..., object]:
+    def call(*arguments: object) -> object:
+        entered.set()
+        return real(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("channel", ["ring", "stream"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_daemon_killed_within_a_call_ends_it_soon_with_one_sentence_and_no_leak(
+    channel: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(control__listen="127.0.0.1:0") as daemon:
+        daemon.session(channel).close()  # what gRPC makes once and keeps
+        files, threads = open_files(), set(threading.enumerate())
+        session = daemon.session(channel, host_bytes=4 * MIB, tile_bytes=256 * KIB)
+        shard = session.register([ShardSpec("a", "float32", 1000, "param")])[0]
+        session.fetch(shard, 0, Mode.OVERWRITE).wait().store()
+        calls: dict[str, Callable[[], object]] = {
+            "close": session.close,
+            "flush": session.flush,
+            "fetch": lambda: session.fetch(shard, 0, Mode.READ).wait(),
+            "drop": lambda: session.drop(shard, 0),
+            "reserve": session.reserve,
+            "register": lambda: session.register([ShardSpec("b", "float32", 1000, "param")]),
+            "plan": lambda: session.plan([(shard.number, 0, Mode.READ)]),
+            "statistics": session.statistics,
+        }
+        under_way = threading.Event()
+        for owner, name in ((session.control, "call"), (session._channel, "wait")):
+            monkeypatch.setattr(owner, name, noting(getattr(owner, name), under_way))
+        said: list[OffloadError] = []
+
+        def run() -> None:
+            try:
+                calls[call]()
+            except OffloadError as error:
+                said.append(error)
+
+        caller = threading.Thread(target=run)
+        daemon.process.send_signal(signal.SIGSTOP)  # so that nothing is answered before it is killed
+        caller.start()
+        assert under_way.wait(20)
+        assert caller.is_alive()
+        started = time.monotonic()
+        daemon.kill()
+        caller.join(20)
+        assert not caller.is_alive()
+        assert time.monotonic() - started < 4
+        # Closing gives back what the daemon's end has given back already.
+        assert [error.code for error in said] == ([] if call == "close" else [Code.UNAVAILABLE])
+        assert all(re.fullmatch(r"the daemon at \S+ is gone .*; look at its log, .*", error.message) for error in said)
+        session.close()
+        assert until(lambda: set(threading.enumerate()) <= threads)
+        # Even while somebody keeps the error, and with its traceback everything that the call saw.
+        assert until(lambda: open_files() <= files)
+
+
+@pytest.mark.parametrize("channel", ["ring", "stream"])
+def test_a_daemon_killed_while_a_client_connects_is_one_sentence_and_leaves_nothing(
+    channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(control__listen="127.0.0.1:0") as daemon:
+        daemon.session(channel).close()
+        files = open_files()
+        where, token = (daemon.endpoint, None) if channel == "ring" else (daemon.stream_endpoint(), daemon.token_file)
+        daemon.process.send_signal(signal.SIGSTOP)
+        killer = threading.Thread(target=daemon.kill)
+        name = "_attach_call" if channel == "ring" else "call"  # the first to wait for an answer
+        real = getattr(ControlClient, name)
+        monkeypatch.setattr(ControlClient, name, lambda *arguments: (killer.start(), real(*arguments))[1])
+        with pytest.raises(OffloadError) as caught:
+            connect(where, token_file=token, timeout_s=20)
+        killer.join(20)
+        assert caught.value.code is Code.UNAVAILABLE
+        assert where in caught.value.message
+        assert "\n" not in caught.value.message
+        assert until(lambda: open_files() <= files)
 
 
 def test_sigterm_with_a_session_open_ends_within_the_drain_time(daemon: Daemon) -> None:

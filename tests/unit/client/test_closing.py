@@ -116,7 +116,7 @@ def daemon(tmp_path: Path) -> Iterator[tuple[ControlClient, socket.socket]]:
     """A client of a daemon of which there is only the attach socket."""
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client = ControlClient.__new__(ControlClient)
-    client.where, client.attachment = "here", near
+    client.where, client.attachment, client.peer = "here", near, Peer("here", answered=True)
     yield client, far
     near.close()
     far.close()
@@ -136,6 +136,16 @@ def test_descriptors_that_come_with_a_refusal_or_in_a_wrong_number_are_closed(
         with pytest.raises(OffloadError):
             client.attach("secret")
     assert open_files() == before
+
+
+def test_a_daemon_that_ends_before_it_passes_descriptors_is_gone(daemon: tuple[ControlClient, socket.socket]) -> None:
+    client, far = daemon
+    far.close()
+    with pytest.raises(OffloadError, match="the daemon at here is gone"):
+        client.attach("secret")
+    client.peer = Peer("here")
+    with pytest.raises(OffloadError, match="what listens on here hung up"):
+        client.attach("secret")
 
 
 def test_a_client_interrupted_while_it_connects_closes_its_connection(
