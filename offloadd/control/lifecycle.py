@@ -36,6 +36,8 @@ log = logging.getLogger("offloadd.lifecycle")
 
 _Result = TypeVar("_Result")
 
+_MODES = frozenset(int(mode) for mode in Mode)
+
 QUIET_SECONDS_MAX = 60.0
 """Longest wait for a closing session's transfers. Beyond it nobody waits for the session any more; its region and what
 it was promised stay taken, together, until the device has let go."""
@@ -314,15 +316,25 @@ class Lifecycle:
         steps that the plan covers. A long plan is made, and its predecessor unmade, in a thread."""
         async with session.changing:
             self._check_open(session)
+            if session.region is None:
+                raise OffloadError(Code.BAD_REQUEST, f"{session.title} must reserve before it plans")
 
             def make() -> AccessPlan:
                 # Only reads, and what it reads changes with registrations only, which `changing` keeps out.
                 keys = []
-                for shard, tile in zip(shards, tiles, strict=True):
+                for place, (shard, tile, mode) in enumerate(zip(shards, tiles, modes, strict=True)):
                     key = self._store.resolve(session.id, shard, tile)
                     if key is None:
                         raise OffloadError(
-                            Code.UNKNOWN_SHARD, f"{session.title}: plan: there is no shard {shard} tile {tile}"
+                            Code.UNKNOWN_SHARD,
+                            f"{session.title}: entry {place} of the plan: there is no shard {shard} tile {tile}; "
+                            "register shards before they are planned",
+                        )
+                    if mode not in _MODES:
+                        raise OffloadError(
+                            Code.BAD_REQUEST,
+                            f"{session.title}: entry {place} of the plan: there is no mode {mode}; give one of "
+                            f"{min(_MODES)} to {max(_MODES)}",
                         )
                     keys.append(key)
                 overwrites = {index for index, mode in enumerate(modes) if mode == Mode.OVERWRITE}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
 
-from offloadd.client import ClientSession, Code, Mode, OffloadError, RegisteredShard, ShardSpec, Slot
+from offloadd.client import ClientSession, Code, Mode, OffloadError, RegisteredShard, ShardSpec, Slot, connect
 from offloadd.core.units import KIB, MIB
+from offloadd.wire.pb import control_pb2
 from tests.daemon import Daemon, running
 
 
@@ -191,3 +192,125 @@ def test_a_model_larger_than_the_quota_is_refused_with_figures(daemon: Daemon) -
         register(session, 16 * MIB)
     assert code_of(caught) is Code.NO_SWAP_BUDGET
     session.close()
+
+
+# ---- access plans ----------------------------------------------------------------------------------------------------
+PLAN_LENGTH_MAX = 1 << 20
+
+
+def planned(session: ClientSession, shard: RegisteredShard, tiles: Iterable[int]) -> None:
+    session.plan([(shard.number, tile, Mode.READ) for tile in tiles])
+
+
+def test_the_longest_plan_is_taken_and_followed_and_one_longer_is_refused_with_figures(session: ClientSession) -> None:
+    shard = register(session, 8 * MIB)
+    stored = [put(session, shard, tile, tile) for tile in range(32)]
+    session.flush()
+    longest = [(shard.number, tile % 32, Mode.READ) for tile in range(PLAN_LENGTH_MAX)]
+    session.plan(longest)
+    with pytest.raises(OffloadError, match=r"a plan of 1048577 shards.* 1048576 at most") as caught:
+        session.plan([*longest, longest[0]])
+    assert code_of(caught) is Code.BAD_REQUEST
+    # What was refused has not replaced what was taken.
+    assert [get(session, shard, tile) for tile in range(32)] == stored
+    assert session.statistics()["prefetch_useful"] > 0
+    assert session.statistics()["mispredictions"] == 0
+
+
+@pytest.mark.parametrize(("beyond", "tile"), [(0, 4), (1, 0), (0, 2**32 - 1), (2**31, 0)])
+def test_a_plan_of_what_is_not_registered_is_refused_by_its_place(
+    session: ClientSession, beyond: int, tile: int
+) -> None:
+    shard = register(session, 1 * MIB)
+    number = shard.number + beyond
+    with pytest.raises(OffloadError, match=rf"entry 1 of the plan: there is no shard {number} tile {tile}") as caught:
+        session.plan([(shard.number, 0, Mode.READ), (number, tile, Mode.READ)])
+    assert code_of(caught) is Code.UNKNOWN_SHARD
+    put(session, shard, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "sentence"),
+    [((2, 1, 1), "2 shards, 1 tiles and 1 modes"), ((1, 0, 1), "1 shards, 0 tiles"), ((0, 0, 1), "and 1 modes")],
+)
+def test_a_plan_whose_lists_differ_in_length_is_refused_with_each(
+    session: ClientSession, counts: tuple[int, int, int], sentence: str
+) -> None:
+    shard = register(session, 1000)
+    shards, tiles, modes = counts
+    request = control_pb2.SubmitPlanRequest(
+        session=session._ref, shards=[shard.number] * shards, tiles=[0] * tiles, modes=[0] * modes
+    )
+    with pytest.raises(OffloadError, match=sentence) as caught:
+        session.control.call(session.control.stub.SubmitPlan, request)
+    assert code_of(caught) is Code.BAD_REQUEST
+
+
+def test_a_plan_with_a_mode_that_does_not_exist_is_refused(session: ClientSession) -> None:
+    shard = register(session, 1000)
+    request = control_pb2.SubmitPlanRequest(session=session._ref, shards=[shard.number], tiles=[0], modes=[9])
+    with pytest.raises(OffloadError, match="entry 0 of the plan: there is no mode 9") as caught:
+        session.control.call(session.control.stub.SubmitPlan, request)
+    assert code_of(caught) is Code.BAD_REQUEST
+
+
+@pytest.mark.parametrize("accesses", [[], [(0, 0, Mode.READ)]])
+def test_a_plan_before_there_is_memory_is_refused(daemon: Daemon, accesses: list[tuple[int, int, Mode]]) -> None:
+    session = connect(daemon.endpoint, timeout_s=20)
+    with pytest.raises(OffloadError, match="must reserve before it plans") as caught:
+        session.plan(accesses)
+    assert code_of(caught) is Code.BAD_REQUEST
+    session.close()
+
+
+def test_an_empty_plan_takes_the_last_one_back(session: ClientSession) -> None:
+    shard = register(session, 8 * MIB)
+    stored = [put(session, shard, tile, tile) for tile in range(32)]
+    session.flush()
+    planned(session, shard, range(32))
+    assert get(session, shard, 0) == stored[0]
+    session.plan([])
+    # Nothing is expected any more, so nothing is a surprise.
+    assert [get(session, shard, tile) for tile in reversed(range(32))] == stored[::-1]
+    assert session.statistics()["mispredictions"] == 0
+    planned(session, shard, range(32))
+    assert [get(session, shard, tile) for tile in range(32)] == stored
+
+
+def test_a_plan_replaced_while_it_is_followed_is_followed_from_its_first_entry(session: ClientSession) -> None:
+    shard = register(session, 16 * MIB)
+    stored = [put(session, shard, tile, tile) for tile in range(64)]
+    session.flush()
+    planned(session, shard, range(64))
+    for _ in range(3):
+        assert [get(session, shard, tile) for tile in range(20)] == stored[:20]
+        # Tiles that the last plan is having loaded meanwhile are not waited for, nor lost.
+        planned(session, shard, reversed(range(64)))
+        assert [get(session, shard, tile) for tile in reversed(range(44, 64))] == stored[:43:-1]
+        planned(session, shard, range(64))
+    assert session.statistics()["mispredictions"] == 0
+
+
+def test_a_plan_replaced_by_one_thread_while_others_fetch_harms_nobody(session: ClientSession) -> None:
+    shard = register(session, 16 * MIB)
+    stored = [put(session, shard, tile, tile) for tile in range(64)]
+    session.flush()
+    failures: list[BaseException] = []
+
+    def fetch(first: int) -> None:
+        try:
+            for tile in [*range(first, 64, 2)] * 2:
+                assert get(session, shard, tile) == stored[tile]
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=fetch, args=(first,)) for first in range(2)]
+    for thread in threads:
+        thread.start()
+    shift = 0
+    while any(thread.is_alive() for thread in threads):
+        planned(session, shard, [(tile + shift) % 64 for tile in range(64)])
+        shift += 7
+    for thread in threads:
+        thread.join(60)
+    assert not failures

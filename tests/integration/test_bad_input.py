@@ -16,6 +16,7 @@ integration/test_lifecycle.py |
 | non-finite gradients | unit/trainer/test_engine.py: a_non_finite_gradient_is_counted_and_named_once |
 | a parameter touched outside forward | unit/trainer/test_stub.py: values_are_refused_with_name_shape_and_remedy |
 | what the author of a script sees of a mistake | unit/trainer/test_boundary.py |
+| access plans at their bounds | conformance/test_channel.py |
 | times and rates that are not finite | unit/trainer/test_config.py: numbers_are_finite |
 | constructors that zero.Init cannot follow | unit/trainer/test_constructors.py |
 | 64 KiB of locked memory, io_uring forbidden | integration/test_restricted.py, integration/test_cases.py |
@@ -214,16 +215,6 @@ def test_a_number_without_an_end_is_refused_by_the_daemon_too(number: float) -> 
         reserve = control_pb2.ReserveRequest(session=session._ref, host_bytes=4 * MIB, timeout_s=number)
         with pytest.raises(OffloadError, match=rf"timeout_s is {number}; give a finite number") as caught:
             session.control.call(session.control.stub.Reserve, reserve, 10)
-        assert caught.value.code is Code.BAD_REQUEST
-        session.close()
-
-
-def test_a_plan_longer_than_the_bound_is_refused_with_both_figures() -> None:
-    with running() as daemon:
-        session = daemon.session(host_bytes=4 * MIB, tile_bytes=256 * KIB)
-        shard = session.register([ShardSpec("a", "float32", 1000, "param")])[0]
-        with pytest.raises(OffloadError, match=r"a plan of 1048577 shards.* 1048576 at most") as caught:
-            session.plan([(shard.number, 0, Mode.READ)] * ((1 << 20) + 1))
         assert caught.value.code is Code.BAD_REQUEST
         session.close()
 
