@@ -7,8 +7,10 @@ from offloadd.client.launcher import PrivateDaemon, start_private
 from offloadd.client.session import ClientSession, Pending, RegisteredShard, Slot, connect
 from offloadd.core.errors import Code, ConfigError, OffloadError
 from offloadd.core.records import Mode, ShardSpec
+from offloadd.wire.layout import PLAN_LENGTH_MAX
 
 __all__ = [
+    "PLAN_LENGTH_MAX",
     "ClientSession",
     "Code",
     "ConfigError",

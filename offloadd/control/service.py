@@ -21,13 +21,12 @@ from offloadd.session.attach import AttachServer
 from offloadd.session.peer import Peer
 from offloadd.session.registry import OpenRequest, Session
 from offloadd.session.reservation import Need
-from offloadd.wire.layout import API_VERSION, RING_ENTRIES
+from offloadd.wire.layout import API_VERSION, PLAN_LENGTH_MAX, RING_ENTRIES
 from offloadd.wire.pb import control_pb2, control_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SHARDS_PER_CALL_MAX = 100_000
-PLAN_LENGTH_MAX = 1 << 20
 TIMEOUT_SECONDS_MAX = 3600.0
 
 

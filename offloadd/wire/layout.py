@@ -19,6 +19,9 @@ ENTRY_BYTES = 64
 RING_ENTRIES = 512
 """Entries per queue; also the most requests a session may have in flight."""
 
+PLAN_LENGTH_MAX = 1 << 20
+"""Most entries of an access plan."""
+
 _SUBMISSION = struct.Struct("<QHHIIIQQI20x")
 _COMPLETION = struct.Struct("<QiiQQQIIQI4x")
 

@@ -8,7 +8,17 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from offloadd.client import ClientSession, Code, Mode, OffloadError, RegisteredShard, ShardSpec, Slot, connect
+from offloadd.client import (
+    PLAN_LENGTH_MAX,
+    ClientSession,
+    Code,
+    Mode,
+    OffloadError,
+    RegisteredShard,
+    ShardSpec,
+    Slot,
+    connect,
+)
 from offloadd.core.units import KIB, MIB
 from offloadd.wire.pb import control_pb2
 from tests.daemon import Daemon, running
@@ -195,9 +205,6 @@ def test_a_model_larger_than_the_quota_is_refused_with_figures(daemon: Daemon) -
 
 
 # ---- access plans ----------------------------------------------------------------------------------------------------
-PLAN_LENGTH_MAX = 1 << 20
-
-
 def planned(session: ClientSession, shard: RegisteredShard, tiles: Iterable[int]) -> None:
     session.plan([(shard.number, tile, Mode.READ) for tile in tiles])
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from offloadd.client import PLAN_LENGTH_MAX
 from tests.daemon import Daemon, running
 from trainer.swap.backend import Access, SwapBackend, SwapError, SwapSpec
 from trainer.swap.daemon import DaemonBackend
@@ -174,6 +175,13 @@ def test_a_plan_is_only_a_hint(backend: SwapBackend) -> None:
     for shard in (b, a, b):
         backend.fetch(shard.tiles[0], "read").wait().release()
     backend.flush()
+
+
+def test_a_plan_too_long_to_be_taken_is_only_a_hint_too(backend: SwapBackend) -> None:
+    (shard,) = backend.register([spec(10)])
+    fill(backend, shard.tiles, 1.0)
+    backend.plan([Access(shard.id, 0, "read")] * (PLAN_LENGTH_MAX + 1))
+    backend.fetch(shard.tiles[0], "read").wait().release()
 
 
 def test_many_fetches_may_be_under_way(backend: SwapBackend) -> None:

@@ -6,6 +6,7 @@ A fetched tile is a slot of the arena, seen as a tensor with no copy. The slot g
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from offloadd.client import (
+    PLAN_LENGTH_MAX,
     ClientSession,
     Mode,
     OffloadError,
@@ -30,6 +32,8 @@ from trainer.swap.backend import Access, Pending, Slot, SwapError, SwapShard, Sw
 from trainer.swap.window import ReadWindow
 from trainer.zero.collectives import default_collectives
 from trainer.zero.errors import CollectiveError
+
+log = logging.getLogger(__name__)
 
 TILE_GRANULARITY = 1024
 PINNED_TILES = 12
@@ -250,6 +254,16 @@ class DaemonBackend:
         return DaemonPending(self._session, registered, tile, mode, shard.spec.dtype, window)
 
     def plan(self, accesses: Sequence[Access], steps: int = 1) -> None:
+        if len(accesses) > PLAN_LENGTH_MAX:
+            # A hint is nothing to end a job for.
+            log.warning(
+                "%d fetches in %d steps are more than an access plan holds (%d), so nothing is loaded ahead of time; "
+                "larger tiles or fewer micro-steps need fewer fetches",
+                len(accesses),
+                steps,
+                PLAN_LENGTH_MAX,
+            )
+            return
         try:
             self._session.plan([(self._shards[a.shard][1].number, a.tile, _MODES[a.mode]) for a in accesses], steps)
         except OffloadError as error:
