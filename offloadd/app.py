@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import sys
+import traceback
 from importlib import metadata
 from typing import Any
 
@@ -60,40 +62,68 @@ def serve(
         for key, value in flags.items()
         if value is not None
     }
+    starter = _Starter(ready_fd)
     try:
         config = configuration.load(path, given)
     except OffloadError as error:
         _log_to(log_file, "info")
-        raise SystemExit(_refuse(error, ready_fd)) from None
+        raise SystemExit(_refuse(error, starter)) from None
+    report = -1
     if directory_fd >= 0:
-        guardian.watch(os.path.dirname(config.control.socket), directory_fd)
+        report = guardian.watch(os.path.dirname(config.control.socket), directory_fd)
+        faulthandler.enable(report)
     _log_to(log_file, config.telemetry.log_level)
-    # Only now: grpc starts threads when imported, and the guardian must be forked before that.
-    from offloadd.node import run
-
     try:
-        asyncio.run(run(config, lambda: _tell(ready_fd, "READY"), starter_fd))
+        # Only now: grpc starts threads when imported, and the guardian must be forked before that.
+        from offloadd.node import run
+
+        asyncio.run(run(config, lambda: starter.tell("READY"), starter_fd))
     except OffloadError as error:
-        raise SystemExit(_refuse(error, ready_fd)) from None
+        raise SystemExit(_refuse(error, starter)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except Exception as error:
+        raise SystemExit(_confess(error, starter, report)) from None
 
 
-def _refuse(error: OffloadError, ready_fd: int) -> int:
+class _Starter:
+    """Whoever started us and waits for one line, if somebody does. Owns the descriptor until that is said."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def tell(self, message: str) -> bool:
+        """READY, or why not; what comes later has no listener. False: whoever it was is gone."""
+        # At once, since by the next time the number may be another file's.
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return True
+        try:
+            os.write(descriptor, message.encode() + b"\n")
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        return True
+
+
+def _refuse(error: OffloadError, starter: _Starter) -> int:
     log.error("%s", error.message)
-    _tell(ready_fd, error.message)
+    starter.tell(error.message)
     return 1
 
 
-def _tell(descriptor: int, message: str) -> bool:
-    """Tell whoever started us, if somebody did: READY, or why not. False: whoever it was is gone."""
-    if descriptor < 0:
-        return True
-    with contextlib.suppress(OSError):
-        os.write(descriptor, message.encode() + b"\n")
-        os.close(descriptor)
-        return True
-    return False
+def _confess(error: Exception, starter: _Starter, report: int) -> int:
+    """A bug ends the daemon: everything about it goes to the log, which the guardian of a private daemon then keeps."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    log.critical("this daemon ends by a bug of its own", exc_info=error)
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    starter.tell(f"the daemon hit a bug of its own, {said} ({place.filename}, line {place.lineno})")
+    if report >= 0:
+        with contextlib.suppress(OSError):
+            os.write(report, b"\n")
+    return 1
 
 
 def _log_to(log_file: str | None, level: str) -> None:

@@ -2,7 +2,8 @@
 
 Swap files have no names, so they vanish with the process; the job's directory with sockets and log does not. Before the
 daemon does anything else it forks this small process, which holds one end of a pipe, waits for the other end to close,
-removes the directory and ends.
+removes the directory and ends. A daemon that crashes sends its last words through the pipe: they are added to the log,
+and the directory stays until the next start takes it away.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ import signal
 
 from offloadd import jobdir
 
+_WORDS_BYTES = 65536
 
-def watch(directory: str, descriptor: int) -> None:
-    """Fork the guardian of `directory`, which `descriptor` has locked. Call before any thread is started."""
+
+def watch(directory: str, descriptor: int) -> int:
+    """Fork the guardian of `directory`, which `descriptor` has locked. Call before any thread is started. Returns where
+    to write last words: whatever is written there keeps the log."""
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(read_end)  # the write end stays open until this process ends, however it ends
-        return
+        return write_end
     os.close(write_end)
     # A Ctrl-C or a stopping daemon's signals must not end the one who cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    crashed = False
     with contextlib.suppress(OSError):
         os.chdir("/")
         _close_all_but(read_end, descriptor)
-        while os.read(read_end, 1):
-            pass
-    jobdir.remove(descriptor, directory)
+        while words := os.read(read_end, _WORDS_BYTES):
+            crashed = True
+            jobdir.add_to_log(descriptor, words)
+    if not crashed:
+        jobdir.remove(descriptor, directory)
     os._exit(0)
 
 

@@ -61,8 +61,19 @@ def remove(descriptor: int, path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def add_to_log(descriptor: int, words: bytes) -> None:
+    """Append to the log in the directory that `descriptor` has locked; nothing if it has gone."""
+    with contextlib.suppress(OSError):
+        file = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
+        try:
+            os.write(file, words)
+        finally:
+            os.close(file)
+
+
 def sweep(parent: str) -> None:
-    """Remove what daemons of this user left in `parent` when they and their guardians were killed at once."""
+    """Remove what daemons of this user left in `parent` when they crashed, or were killed at once with their
+    guardians."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX):

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import grpc
 
+from offloadd import jobdir
 from offloadd.client.endpoint import Endpoint
 from offloadd.core.errors import Code, ConfigError, OffloadError
 from offloadd.wire import attach as wire
@@ -57,7 +58,7 @@ class ControlClient:
                 self.attachment = _connect(endpoint.attach_path, timeout_s)
                 self.ticket = self._attach_call(wire.Verb.TICKET, b"", 0)[0].decode("ascii", "replace")
             self.hello = self._hello(version)
-            self.peer = Peer(self.where, answered=True, private=self.hello.private_daemon)
+            self.peer = Peer(self.where, True, _private_log(endpoint) if self.hello.private_daemon else "")
         except BaseException:
             self.close()
             raise
@@ -145,6 +146,12 @@ class ControlClient:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
+
+
+def _private_log(endpoint: Endpoint) -> str:
+    """Empty if it logs elsewhere: the key that makes a daemon private is everybody's."""
+    path = os.path.join(os.path.dirname(endpoint.path), jobdir.LOG)
+    return path if endpoint.path and os.path.exists(path) else ""
 
 
 def _check_socket(path: str) -> None:

@@ -96,11 +96,14 @@ def _start_in(
             command += [f"--ready-fd={ready_write}", f"--starter-fd={starter}"]
             command.append(f"--directory-fd={directory.descriptor}")
             command += [f"--{key}={value}" for key, value in flags.items()]
+            # What it cannot log, an interpreter that does not start or a library that aborts, is found there too.
+            errors = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            inherited.callback(os.close, errors)
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 start_new_session=True,
                 pass_fds=(ready_write, starter, directory.descriptor),
                 env=environment,
@@ -149,8 +152,11 @@ def _await_ready(process: subprocess.Popen[bytes], descriptor: int, timeout_s: f
         return
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(10)
-    reason = said.decode("utf-8", "replace").strip() or _last_line(log_path)
-    raise OffloadError(Code.UNAVAILABLE, f"the private daemon did not start: {reason}")
+    reason = said.decode("utf-8", "replace").strip()
+    if not reason and process.returncode is not None and process.returncode < 0:
+        reason = f"signal {-process.returncode} ({signal.strsignal(-process.returncode)}) ended it; its last words: "
+        reason += _last_line(log_path)
+    raise OffloadError(Code.UNAVAILABLE, f"the private daemon did not start: {reason or _last_line(log_path)}")
 
 
 def _readable(descriptor: int, timeout_s: float) -> bool:

@@ -43,14 +43,15 @@ class Peer:
     where: str
     answered: bool = False
     """Once at least: so it was an offloadd daemon, and if it does not answer now it has ended."""
-    private: bool = False
-    """Its log was in a directory that went with it."""
+    private_log: str = ""
+    """The log of a private daemon, which goes with it unless it crashed."""
 
     def gone(self) -> OffloadError:
-        if self.private:
+        if self.private_log:
             text = (
-                f"the job's private daemon at {self.where} is gone (killed or crashed), and its log and swap files "
-                "with it; look in the kernel's log (dmesg) whether memory ran out, then start the job again"
+                f"the job's private daemon at {self.where} is gone (killed or crashed), and its swap files with it; if "
+                f"it crashed, {self.private_log} says why until the next start; if that is gone too, the daemon was "
+                "killed: look in the kernel's log (dmesg) whether memory ran out, then start the job again"
             )
         else:
             text = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from offloadd.client import Mode, OffloadError, PrivateDaemon, ShardSpec, connect, start_private
+from offloadd.client import (
+    ClientSession,
+    Mode,
+    OffloadError,
+    PrivateDaemon,
+    ShardSpec,
+    connect,
+    start_private,
+)
 from tests.daemon import until
 
+FAILING = Path(__file__).with_name("failing_daemon.py")
 SETTINGS = {"io.calibrate_seconds": 0, "memory.host_bytes": "16MiB", "lifetime.grace_seconds": 0.2}
 
 
@@ -65,6 +76,93 @@ def test_killed_itself_it_leaves_nothing(tmp_path: Path) -> None:
     assert until(lambda: gone(daemon))
     assert not list(tmp_path.iterdir())
     session.close()
+
+
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Private daemons have a bug from now on."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {FAILING} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setenv("FAIL_AT", at)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+def log_named_by(daemon: PrivateDaemon, session: ClientSession) -> str:
+    """What the log holds that a client's error names, of a daemon that has crashed."""
+    os.waitpid(daemon.pid, 0)
+    with pytest.raises(OffloadError, match=r"is gone \(killed or crashed\)") as caught:
+        session.nop()
+    session.close()
+    assert "\n" not in caught.value.message
+    found = re.search(r"if it crashed, (\S+) says why", caught.value.message)
+    assert found is not None
+    log = Path(found[1])
+    assert log.parent == Path(daemon.directory)
+    assert until(lambda: not locked(daemon.directory)), "its guardian is still there"
+    return log.read_text()
+
+
+def locked(directory: str) -> bool:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def test_ended_by_a_bug_its_log_says_which_until_the_next_start(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as now:
+        failing(tmp_path, now, "serve")
+        daemon = begin(tmp_path)
+    session = connect(daemon.endpoint, timeout_s=20)
+    session.reserve(tile_bytes=256 << 10)
+    os.kill(daemon.pid, signal.SIGUSR1)
+    log = log_named_by(daemon, session)
+    assert "this daemon ends by a bug of its own" in log
+    assert "Traceback" in log
+    assert "ZeroDivisionError: a bug" in log
+    other = begin(tmp_path)
+    assert not os.path.exists(daemon.directory)
+    use(other)
+    assert until(lambda: gone(other))
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_ended_by_a_fault_its_log_says_where(tmp_path: Path, runtime: Path, number: int) -> None:
+    daemon = begin(tmp_path)
+    session = connect(daemon.endpoint, timeout_s=20)
+    session.reserve(tile_bytes=256 << 10)
+    os.kill(daemon.pid, number)
+    log = log_named_by(daemon, session)
+    assert "Fatal Python error" in log
+    assert "in serve" in log
+    use(begin(tmp_path))
+
+
+def test_a_bug_before_it_is_ready_is_named_with_its_place_and_leaves_nothing(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(tmp_path, monkeypatch, "start")
+    with pytest.raises(
+        OffloadError, match=r"a bug of its own, ZeroDivisionError: a bug of two lines \(\S+daemon\.py, line \d+\)"
+    ):
+        begin(tmp_path)
+
+
+def test_an_interpreter_that_ends_without_a_word_is_told_apart(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no such module >&2\nkill -ABRT $$\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(OffloadError, match=r"signal 6 \(Aborted\) ended it; its last words: no such module"):
+        begin(tmp_path)
 
 
 def test_killed_together_with_its_guardian_the_next_start_takes_its_directory_away(tmp_path: Path) -> None:

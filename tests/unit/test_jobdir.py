@@ -52,6 +52,22 @@ def test_a_directory_that_took_the_place_of_the_locked_one_stays(tmp_path: Path)
     mine.close()
 
 
+def test_last_words_are_added_to_the_log_and_nowhere_else(tmp_path: Path) -> None:
+    mine = JobDirectory(str(tmp_path))
+    log, other = Path(mine.path) / jobdir.LOG, tmp_path / "other"
+    jobdir.add_to_log(mine.descriptor, b"nobody has logged here")
+    assert not log.exists()
+    log.write_text("first\n")
+    jobdir.add_to_log(mine.descriptor, b"last\n")
+    assert log.read_text() == "first\nlast\n"
+    log.unlink()
+    other.touch()
+    log.symlink_to(other)
+    jobdir.add_to_log(mine.descriptor, b"last\n")
+    assert other.read_text() == ""
+    mine.close()
+
+
 def test_the_longest_parent_leaves_room_for_the_attach_socket() -> None:
     name = f"/offloadd-job-12345678/{jobdir.SOCKET}.attach"
     assert jobdir.PARENT_LENGTH_MAX + len(name) == 107

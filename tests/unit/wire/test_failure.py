@@ -31,7 +31,7 @@ class Unavailable(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     [
         (Peer("unix:///s"), "start one with 'offloadd serve'"),
         (Peer("unix:///s", answered=True), "look at its log"),
-        (Peer("unix:///s", answered=True, private=True), r"its log and swap files with it; look in the kernel's log"),
+        (Peer("unix:///s", answered=True, private_log="/d/log"), r"if it crashed, /d/log says why.*kernel's log"),
     ],
     ids=["never answered", "shared", "private"],
 )
