@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from offloadd.control.describe import counters
+from offloadd.control.locks import NamedLocks
 from offloadd.core.clock import Clock
 from offloadd.core.errors import Code, OffloadError
 from offloadd.core.records import Mode, ShardSpec, TileKey
@@ -41,6 +42,8 @@ _MODES = frozenset(int(mode) for mode in Mode)
 QUIET_SECONDS_MAX = 60.0
 """Longest wait for a closing session's transfers. Beyond it nobody waits for the session any more; its region and what
 it was promised stay taken, together, until the device has let go."""
+REMOVALS_AT_ONCE = 2
+"""Jobs whose files are being removed. A slow disk must not have all threads, which others' Reserve needs too."""
 ATTACH_SECONDS = 30.0
 """How long a session over TCP may exist without its stream, by which alone its client's end would be noticed."""
 
@@ -114,8 +117,9 @@ class Lifecycle:
         self._attach_seconds = attach_seconds
         self._without_stream: dict[int, asyncio.TimerHandle] = {}
         self._files: dict[Job, JobFiles] = {}
-        self._opening = asyncio.Lock()
-        """Held while a job's files are opened or removed: the next job may have the same name."""
+        self._names = NamedLocks()
+        """A job's is held while its files are opened or removed: the next job may have the same name."""
+        self._removals = asyncio.Semaphore(REMOVALS_AT_ONCE)
         self._lending = asyncio.Lock()
         """Held while the engine takes or gives back a region, in a thread: one at a time."""
         self._kept: set[int] = set()
@@ -229,7 +233,7 @@ class Lifecycle:
             undo.pop_all()
 
     async def _job_files(self, job: Job) -> JobFiles:
-        async with self._opening:
+        async with self._names.hold(job.name):
             files = self._files.get(job)
             if files is None:
                 files = self._files[job] = await self._open_files(job)
@@ -419,7 +423,7 @@ class Lifecycle:
             if region is not None:
                 await asyncio.to_thread(region.close)
             # Only now: what was promised to it is promised to others as soon as it is forgotten.
-            async with self._opening:
+            async with self._names.hold(session.job.name):
                 job = self._registry.forget(session)
                 if job is not None:
                     await self._end_job(job)
@@ -462,7 +466,8 @@ class Lifecycle:
         if files is not None:
             try:
                 files.withdraw()
-                await asyncio.to_thread(files.remove)
+                async with self._removals:
+                    await asyncio.to_thread(files.remove)
             except (OSError, ValueError):
                 # A file that a device still works on stays open until the daemon ends.
                 log.exception("job %s: its swap files could not be removed", job.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +28,18 @@ class Files:
 
     targets: tuple[SwapTarget, ...] = (SwapTarget(1, 0, 1.0),)
     removed: bool = False
+    removing: threading.Event = field(default_factory=threading.Event)
+    may_go: threading.Event | None = None
+    """A slow disk: their removal waits for it."""
 
     def grow(self, file: int, length: int) -> None: ...
 
     def withdraw(self) -> None: ...
 
     def remove(self) -> None:
+        self.removing.set()
+        if self.may_go is not None:
+            assert self.may_go.wait(20)
         self.removed = True
 
 
@@ -190,6 +197,60 @@ def test_a_job_is_over_before_the_next_of_its_name_opens_files() -> None:
         assert n.files[0].removed
         assert len(n.files) == 2
         await ending
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_files_that_are_slow_to_remove_hold_up_the_next_job_of_their_name_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "QUIET_SECONDS_MAX", 20)
+
+    async def run() -> None:
+        n = node()
+        first = await n.session("slow")
+        may_go = n.files[0].may_go = threading.Event()
+        try:
+            ending = asyncio.create_task(n.lifecycle.close(first, "test"))
+            assert await asyncio.to_thread(n.files[0].removing.wait, 20)
+            again = asyncio.create_task(n.session("slow"))
+            # Asked later, served now: opened, and removed.
+            await n.lifecycle.close(await n.session("other"), "test")
+            assert n.files[1].removed
+            await n.session("third")
+            assert not again.done()
+            assert len(n.files) == 3
+        finally:
+            may_go.set()
+        await again
+        assert n.files[0].removed
+        assert len(n.files) == 4
+        await ending
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_many_jobs_that_are_slow_to_remove_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUIET_SECONDS_MAX", 20)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(module.REMOVALS_AT_ONCE + 1))
+        n = node()
+        sessions = [await n.session(f"slow{number}") for number in range(6)]
+        may_go = threading.Event()
+        for files in n.files:
+            files.may_go = may_go
+        try:
+            ending = [asyncio.create_task(n.lifecycle.close(session, "test")) for session in sessions]
+            for _ in sessions:
+                await n.forgotten.get()
+            await n.session("other")
+            assert sum(files.removing.is_set() for files in n.files) <= module.REMOVALS_AT_ONCE
+        finally:
+            may_go.set()
+        await asyncio.gather(*ending)
+        assert await n.lifecycle.close(await n.session("slow5"), "test")
+        assert all(files.removed for files in n.files[:6])
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
