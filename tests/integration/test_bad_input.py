@@ -53,6 +53,8 @@ from tests.numerics.parity.world import spawn
 from trainer.zero.errors import CollectiveError
 
 TIMEOUT_S = 3
+DAEMON_STARTS_S = 20
+"""On a busy machine."""
 
 
 def config_of(side: dict[str, Any], **ours: Any) -> dict[str, Any]:
@@ -384,7 +386,12 @@ def test_a_killed_rank_ends_the_others_within_the_bound(tmp_path: Path) -> None:
 
 
 def _one_dies_early(rank: int, world: int, folder: Path) -> None:
+    if rank == 0:
+        say(folder, 9, "in the group")
     if rank == 1:
+        # The group is whole for this rank a moment before it is for the other, which would fail in torch if this one
+        # went at once.
+        assert until((folder / "said9.json").exists, 60)
         say(folder, rank, "gone")
         os._exit(0)
     try:
@@ -399,8 +406,9 @@ def test_a_rank_that_dies_before_it_has_joined_is_waited_for_only_so_long(tmp_pa
     assert spawn(2, _one_dies_early, (), tmp_path) == [0, 0]
     text, when = said(tmp_path, 0)
     one_sentence(text)
-    assert "waited up to" in text
-    assert when - said(tmp_path, 1)[1] < 3 * TIMEOUT_S
+    assert f"waited up to {TIMEOUT_S} s" in text
+    # Before it waits it starts a daemon, which measures the disk.
+    assert when - said(tmp_path, 1)[1] < 3 * TIMEOUT_S + DAEMON_STARTS_S
 
 
 def _worlds_differ(rank: int, world: int, folder: Path, endpoint: str) -> None:
