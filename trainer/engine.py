@@ -159,11 +159,10 @@ class Engine:
         self._telling(self.optimizer.apply, scale)
         self.params.refresh_persistent()
         self.reducer.new_step()
+        self._broken = self._boundary = False
+        self.global_steps += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self._broken = False
-        self.global_steps += 1
-        self._boundary = False
 
     def _refuse_open_blocks(self) -> None:
         """What a GatheredParameters block shows would be old, and its end could put it back."""

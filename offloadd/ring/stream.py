@@ -104,6 +104,8 @@ class StreamEndpoint:
                     self._leases[reply.lease] = (reply.offset, reply.length)
                     if mode is not Mode.OVERWRITE:
                         for start in range(0, reply.length, PIECE_BYTES):
+                            if self._closed:  # while the piece before was on its way
+                                return
                             end = min(start + PIECE_BYTES, reply.length)
                             data = bytes(self._memory[reply.offset + start : reply.offset + end])
                             yield data_pb2.ExchangeResponse(lease=reply.lease, offset=start, data=data)

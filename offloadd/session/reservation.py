@@ -82,7 +82,10 @@ class Reservations:
         return grants[session]
 
     def rank_lost(self, session: Session) -> None:
-        """A rank ended: whoever waits with it learns that now."""
+        """A rank ended: whoever waits with it learns that now. One that has its memory waits with nobody: those who
+        wait are its successors, when a job is started again before all of it has ended."""
+        if session.region is not None:
+            return
         self._fail(
             session.job,
             OffloadError(Code.RANK_LOST, f"{session.title} ended while the other ranks waited for it"),

@@ -112,8 +112,9 @@ class Store:
         yield from held.give_back(self._files)
         used = {file for other in self._sessions.values() for file in other.placement_files}
         for file in held.placement_files:
-            if file not in used:
-                self._files.pop(file, None)
+            # One that is closing in slices is no longer among the open ones, and still has extents to give back.
+            if file not in used and file in self._files and not self._files[file].live_bytes:
+                del self._files[file]
 
     def prepare_registration(self, session: int, specs: Sequence[ShardSpec]) -> Generator[None, None, Registration]:
         """Allocate, all or none, in slices; the caller makes the files as long as `grow` says, tells the

@@ -44,7 +44,8 @@ class AccessLog:
             return
         self._steps += 1
         if self._steps == CYCLE_STEPS:
-            for backend, accesses in self._accesses.values():
+            recorded = list(self._accesses.values())
+            self.stop()
+            for backend, accesses in recorded:
                 backend.plan(accesses, CYCLE_STEPS)
             self.plans += 1
-            self.stop()

@@ -121,10 +121,13 @@ class DaemonPending:
             if self._pending is None:
                 raise self._failure or AssertionError("a fetch that was begun has neither an answer nor a failure")
             return DaemonSlot(self._tile, self._pending.wait(), self._dtype, self._pending.title, window)
-        except OffloadError as error:
+        except BaseException as error:
+            # Ctrl-C too: the session gives back what still comes of a fetch that nobody waits for any more.
             if window is not None:
                 window.leave()
-            raise SwapError(error.message) from error
+            if isinstance(error, OffloadError):
+                raise SwapError(error.message) from error
+            raise
 
 
 class DaemonBackend:

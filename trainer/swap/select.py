@@ -68,7 +68,10 @@ def select_backends(config: TrainerConfig, place: RankPlace) -> Backends:
 
 
 def _same_daemon(param: OffloadParamConfig, optimizer: OffloadOptimizerConfig) -> bool:
-    return (param.endpoint, param.nvme_path) == (optimizer.endpoint, optimizer.nvme_path)
+    """A path says nothing where an endpoint is given."""
+    if param.endpoint or optimizer.endpoint:
+        return param.endpoint == optimizer.endpoint
+    return param.nvme_path == optimizer.nvme_path
 
 
 def _one(block: OffloadParamConfig | OffloadOptimizerConfig, config: TrainerConfig, place: RankPlace) -> SwapBackend:

@@ -83,6 +83,9 @@ class Coordinator:
 
     def abort(self) -> None:
         """Something was raised in forward or backward: forget all uses, so that the next pass starts clean."""
+        for call in [*self._frames, *self._active]:
+            # A graph that was retained may come to it again.
+            call.active, call.held = False, []
         self._frames.clear()
         self._active.clear()
         self._pinned = []

@@ -84,16 +84,18 @@ class ParamSet:
         self._inflight[zero] = None
 
     def cancel(self, zero: ZeroParam) -> None:
-        """Give back what was fetched for nothing. Never raises, and leaves nothing half done: a fetch that failed has
-        nothing to give back, and part of a parameter must not be taken for the whole."""
+        """Give back what was fetched for nothing. Raises no SwapError. Nothing is left half done: a fetch that failed
+        has nothing to give back, and part of a parameter must not be taken for the whole."""
         pending = list(zero.pending)
         zero.pending.clear()
-        for one in pending:
-            with contextlib.suppress(SwapError):
-                one.wait().release()
-        self._inflight.pop(zero, None)
-        zero.storage.resize_(0)
-        zero.state = ParamState.NOT_AVAILABLE
+        try:
+            for one in pending:
+                with contextlib.suppress(SwapError):
+                    one.wait().release()
+        finally:
+            self._inflight.pop(zero, None)
+            zero.storage.resize_(0)
+            zero.state = ParamState.NOT_AVAILABLE
 
     def inflight(self) -> list[ZeroParam]:
         """Parameters whose shards are being fetched."""
@@ -104,6 +106,18 @@ class ParamSet:
         missing = [zero for zero in dict.fromkeys(wanted) if zero.state is not ParamState.AVAILABLE]
         if not missing:
             return
+        try:
+            self._gather(missing)
+        except BaseException:
+            # A part of what was fetched has gone its way already: the rest must not be taken for the whole.
+            with contextlib.ExitStack() as all_of_them:
+                for zero in missing:
+                    if zero.state is ParamState.INFLIGHT:
+                        all_of_them.callback(self.cancel, zero)
+            raise
+        self.live_numel_max = max(self.live_numel_max, self.live_numel)
+
+    def _gather(self, missing: list[ZeroParam]) -> None:
         fetched = [zero for zero in missing if zero.state is ParamState.NOT_AVAILABLE]
         # All updates first, then all fetches: a fetch holds memory that an update may be waiting for.
         for zero in fetched:
@@ -121,7 +135,6 @@ class ParamSet:
         for zero in missing:
             zero.expose()
             self.live_numel += zero.numel
-        self.live_numel_max = max(self.live_numel_max, self.live_numel)
 
     def _arrive(self, zero: ZeroParam) -> Iterator[Tile]:
         """Put this rank's tiles into their places as they come. Copied and given back at once: a slot must not wait

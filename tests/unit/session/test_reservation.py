@@ -1,7 +1,9 @@
 """All ranks or none, within a bound, with figures."""
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +95,23 @@ def test_a_rank_that_never_asks_is_noticed_within_the_bound() -> None:
     with pytest.raises(OffloadError, match=r"only ranks \[0\] of 2") as caught:
         asyncio.run(reservations.reserve(a, need(), 0.01))
     assert caught.value.code is Code.TIMED_OUT
+
+
+def test_a_rank_that_ends_late_takes_no_successor_along() -> None:
+    """The job is started again before all of it has ended."""
+    registry, reservations, (a, b) = two_ranks(64 * MIB)
+
+    async def run() -> list[Any]:
+        await both(reservations.reserve(a, need(8 * MIB), 5), reservations.reserve(b, need(8 * MIB), 5))
+        a.region = b.region = SimpleNamespace()  # type: ignore[assignment]  # what they were granted
+        again = OpenRequest("job", "", 0, 2, 2, 0, 0, 1.0)
+        successors = [registry.open(dataclasses.replace(again, rank=rank), 0, None)[0] for rank in range(2)]
+        waiting = asyncio.create_task(reservations.reserve(successors[0], need(8 * MIB), 5))
+        await asyncio.sleep(0)
+        reservations.rank_lost(b)
+        return await both(waiting, reservations.reserve(successors[1], need(8 * MIB), 5))
+
+    assert [grant.host_bytes for grant in asyncio.run(run())] == [8 * MIB] * 2
 
 
 def test_a_rank_that_dies_is_named_to_those_who_wait() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -145,3 +146,19 @@ def test_a_name_given_twice_among_very_many_is_found_at_once(world: World) -> No
     names = [f"n{i}" for i in range(50_000)]
     with pytest.raises(OffloadError, match="shard name 'n7' is already in use"):
         to_the_end(world.store.prepare_registration(1, [spec(name, PAGE) for name in [*names, "n7"]]))
+
+
+def test_ranks_of_a_job_that_end_together_leave_no_extent_to_two_owners(world: World) -> None:
+    files = [SwapTarget(5, 0, 1.0)]
+    world.open(1, files=files)
+    world.open(2, files=files)
+    world.register(1, PAGE, prefix="one")
+    world.register(2, 2 * SLICE_TILES * PAGE, prefix="two")
+    slow = world.store.close_session(2)
+    next(slow)
+    to_the_end(world.store.close_session(1))
+    world.open(3, files=files)
+    to_the_end(slow)
+    world.register(3, 2 * SLICE_TILES * PAGE, 2 * SLICE_TILES * PAGE, prefix="three")
+    extents = sorted(tile.extent for shard in world.store.holdings(3).shards for tile in shard.tiles if tile.extent)
+    assert all(first.offset + first.length <= second.offset for first, second in itertools.pairwise(extents))

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +163,21 @@ def test_a_scheduler_over_the_callers_optimizer_drives_the_engine() -> None:
         step(engine, X)
         step(engine, X)
         assert engine.get_lr() == [0.25]
+
+
+def test_a_scheduler_that_raises_does_not_undo_the_step() -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        def step() -> None:
+            raise ValueError("it is over")
+
+        return SimpleNamespace(step=step)
+
+    with engine_of(nn.Linear(4, 2), lr_scheduler=make) as engine:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        with pytest.raises(ValueError, match="it is over"):
+            engine.step()
+        assert engine.global_steps == 1
+        engine.backward(engine(torch.ones(1, 4)).sum())
 
 
 def test_a_scheduler_may_be_made_from_the_engines_optimizer() -> None:

@@ -16,13 +16,17 @@ from trainer.optim.deferred import Deferred
 from trainer.swap.backend import SwapError, Tile
 from trainer.swap.inprocess import InProcessBackend
 from trainer.swap.select import Backends
+from trainer.zero import GatheredParameters
 
 
 class Failing:
     """A fetch that ends in an error."""
 
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error or SwapError("the disk is gone")
+
     def wait(self) -> Any:
-        raise SwapError("the disk is gone")
+        raise self._error
 
 
 def test_a_forward_after_a_failed_gather_computes_with_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +46,30 @@ def test_a_forward_after_a_failed_gather_computes_with_whole_parameters(monkeypa
             engine(x)
         monkeypatch.setattr(backend, "fetch", fetch)
         assert torch.equal(engine(x), expected)
+
+
+@pytest.mark.parametrize("error", [SwapError("the disk is slow"), KeyboardInterrupt()])
+def test_a_look_after_an_interrupted_look_sees_whole_parameters(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    before = [param.detach().clone() for param in model.parameters()]
+    with engine_of(model) as engine:
+        backend = engine.backends.param
+        fetch, errors = backend.fetch, [error]
+
+        def interrupted(tile: Tile, mode: str) -> Any:
+            if tile.index == 1 and errors:
+                return Failing(errors.pop())
+            return fetch(tile, mode)
+
+        monkeypatch.setattr(backend, "fetch", interrupted)
+        with pytest.raises(type(error)), GatheredParameters(model):
+            pass
+        monkeypatch.setattr(backend, "fetch", fetch)
+        with GatheredParameters(model):
+            assert all(torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
+        assert backend.statistics().get("open_leases", 0) == 0
 
 
 def test_a_step_that_failed_cannot_be_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
