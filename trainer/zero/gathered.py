@@ -60,6 +60,9 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._opened: list[ZeroParam] = []
         self._versions: dict[ZeroParam, int] = {}
+        self._before: dict[ZeroParam, torch.Tensor] = {}
+        """Values of what was gathered already and stays so: to be put back without the other ranks, who may not know of
+        this one's error."""
 
     @user_facing
     def __enter__(self) -> GatheredParameters:
@@ -67,6 +70,8 @@ class GatheredParameters:
             self._opened += [zero for zero in zeros if zero.state is not ParamState.AVAILABLE]
             owner.gather(zeros)
         for zero in self._zeros:
+            if zero not in self._opened and not zero.blocks:
+                self._before[zero] = zero.flat.clone()
             zero.blocks += 1
             self._versions[zero] = zero.param._version
         return self
@@ -77,13 +82,12 @@ class GatheredParameters:
     ) -> None:
         for zero in self._zeros:
             zero.blocks -= 1
-        changed = [zero for zero in self._zeros if zero.param._version != self._versions[zero]]
-        discard = changed
+        changed = [zero for zero in self._zeros if self._changed(zero)]
+        kept = False
         try:
             if kind is None and self._modifier is not None:
-                for owner, _ in self._by_owner():
-                    owner.before_modified()
-                discard = []
+                self._check()
+                kept = True
                 self._keep(self._modifier)
             elif kind is None and changed:
                 raise UsageError(
@@ -92,7 +96,18 @@ class GatheredParameters:
                 )
         finally:
             for owner, zeros in self._by_owner():
-                self._restore(owner, zeros, discard)
+                self._restore(owner, zeros, kept)
+
+    def _check(self) -> None:
+        """Before anything is written, and before the other ranks are met."""
+        for owner, _ in self._by_owner():
+            owner.before_modified()
+        for zero in self._zeros:
+            if zero.param.shape != zero.shape or zero.param.dtype != zero.dtype:
+                raise UsageError(
+                    f"{zero.name} is {zero.param.dtype} of shape {tuple(zero.param.shape)} at the end of "
+                    f"GatheredParameters and was {zero.dtype} of shape {tuple(zero.shape)}; change its values only"
+                )
 
     def _keep(self, source: int) -> None:
         for owner, zeros in self._by_owner():
@@ -108,14 +123,19 @@ class GatheredParameters:
                 owner.write(zero, zero.piece(together.rank))
             owner.modified(zeros)
 
-    def _restore(self, owner: Gatherer, zeros: list[ZeroParam], discard: list[ZeroParam]) -> None:
-        again = []
+    def _changed(self, zero: ZeroParam) -> bool:
+        before = self._before.get(zero)
+        replaced = zero.param.data_ptr() != zero.flat.data_ptr() or zero.param.shape != zero.shape
+        unlike = before is not None and not torch.equal(zero.flat.view(torch.uint8), before.view(torch.uint8))
+        return replaced or unlike or zero.param._version != self._versions[zero]
+
+    def _restore(self, owner: Gatherer, zeros: list[ZeroParam], kept: bool) -> None:
         for zero in zeros:
-            if (zero in self._opened or zero in discard) and zero.users == 0 and zero.blocks == 0:
+            if zero in self._opened and zero.users == 0 and zero.blocks == 0:
                 owner.release(zero)
-                if zero not in self._opened:
-                    again.append(zero)
-        owner.gather(again)
+            elif not kept and zero in self._before:
+                zero.flat.copy_(self._before[zero])
+                zero.expose()
 
     def _by_owner(self) -> list[tuple[Gatherer, list[ZeroParam]]]:
         groups: dict[int, tuple[Gatherer, list[ZeroParam]]] = {}

@@ -17,7 +17,7 @@ import trainer
 from tests.daemon import running
 from tests.numerics.parity.world import spawn
 from tests.numerics.parity.zoo import Encoder, batch
-from trainer.zero.errors import CollectiveError, RanksDisagree
+from trainer.zero.errors import CollectiveError, RanksDisagree, UsageError
 
 
 def config_of(**more: Any) -> dict[str, Any]:
@@ -119,6 +119,29 @@ def test_ranks_with_different_learning_rates_are_told_both_and_may_go_on(tmp_pat
         assert "lr 0.01" in said
         assert "lr 0.02" in said
         assert steps == 1
+
+
+def _changes_alone(rank: int, world: int, folder: Path) -> None:
+    stays = {"stage": 3, "stage3_param_persistence_threshold": 1000}
+    engine = trainer.initialize(model=Choosing(), config=config_of(zero_optimization=stays)).engine
+    said = ""
+    try:
+        with trainer.zero.GatheredParameters(engine.module.left.weight), torch.no_grad():
+            if rank == 0:
+                engine.module.left.weight.fill_(3.0)
+    except UsageError as error:
+        said = str(error)
+    engine.backward(engine(torch.ones(1, 4), True))
+    engine.step()
+    say(folder, rank, [said, engine.global_steps])
+    engine.close()
+
+
+def test_a_change_on_one_rank_alone_is_refused_there_and_costs_the_others_nothing(tmp_path: Path) -> None:
+    first, second = ranks(2, _changes_alone, tmp_path)
+    assert "without modifier_rank" in first[0]
+    assert second[0] == ""
+    assert first[1] == second[1] == 1
 
 
 def _more_forwards(rank: int, world: int, folder: Path) -> None:

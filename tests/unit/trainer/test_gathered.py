@@ -101,3 +101,32 @@ def test_numpy_may_look_at_gathered_values() -> None:
             model.weight.fill_(1.0)
         with GatheredParameters(model):
             assert model.weight.detach().numpy().tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_values_put_into_data_are_changes_too() -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model, {"stage3_param_persistence_threshold": 4}):  # the bias stays gathered
+        with GatheredParameters(model):
+            before = [param.detach().clone() for param in model.parameters()]
+        for param in model.parameters():
+            with pytest.raises(RuntimeError, match="without modifier_rank"), GatheredParameters(param):
+                param.data = torch.zeros_like(param)
+        with pytest.raises(RuntimeError, match="without modifier_rank"), GatheredParameters(model.bias):
+            model.bias.data.fill_(3.0)
+        with GatheredParameters(model):
+            assert all(torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("persistent", [0, 100])
+def test_values_of_another_shape_are_refused_and_do_not_stay(persistent: int) -> None:
+    model = nn.Linear(2, 2)
+    with engine_of(model, {"stage3_param_persistence_threshold": persistent}):
+        with GatheredParameters(model):
+            before = model.weight.detach().clone()
+        refused = pytest.raises(
+            RuntimeError, match=r"of shape \(3, 3\) at the end .* was torch.float32 of shape \(2, 2\)"
+        )
+        with refused, GatheredParameters(model.weight, modifier_rank=0):
+            model.weight.data = torch.zeros(3, 3)
+        with GatheredParameters(model):
+            assert torch.equal(model.weight, before)
