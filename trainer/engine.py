@@ -77,14 +77,13 @@ class Engine:
         params.before_fetch = lambda zero: self._telling(optimizer.wait, zero)
         params.may_prefetch = lambda: optimizer.idle
         reducer.on_reduced = optimizer.reduced
+        reducer.on_stray = coordinator.end_backward
 
     # ---- the step -----------------------------------------------------------------------------------------------
     @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward."""
         self._must_be_open()
-        if self.module.training and self.coordinator.in_pass and not self.reducer.idle:
-            raise UsageError("loss.backward() was called; call engine.backward(loss) instead")
         training = self.module.training and torch.is_grad_enabled()
         if not training:
             self._telling(self.optimizer.drain)
@@ -92,7 +91,7 @@ class Engine:
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            self.coordinator.abort()
+            self.coordinator.abort_forward()
             raise
         self.coordinator.end_forward()
         return output
@@ -103,6 +102,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of one micro-step; the loss is divided by gradient_accumulation_steps. Returns the divided loss."""
         self._must_be_open()
+        self._refuse_loss(loss)
         if self._boundary:
             raise UsageError(
                 f"{self.batch.accumulation} micro-steps have been accumulated; call engine.step() before the next"
@@ -114,17 +114,35 @@ class Engine:
             self._plan()
         if (self.micro_steps + 1) % self.batch.accumulation == 0:
             self._telling(self.optimizer.begin_backward)
-        scaled = loss / self.batch.accumulation if self.batch.accumulation > 1 else loss
+        with torch.enable_grad():
+            scaled = loss / self.batch.accumulation if self.batch.accumulation > 1 else loss
+        self.reducer.begin()
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.reducer.finish()
         except BaseException:
             self._drop_accumulation()
             raise
-        self.coordinator.end_pass()
         self.micro_steps += 1
         self._boundary = self.micro_steps % self.batch.accumulation == 0
+        self.coordinator.end_pass(more=retain_graph or not self._boundary)
         return scaled
+
+    def _refuse_loss(self, loss: torch.Tensor) -> None:
+        """What could only fail half-way, or give gradients that are not those of this engine's model."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+            raise UsageError(f"engine.backward(loss): a loss of {what}; pass a tensor of one element, as .mean() gives")
+        if not loss.requires_grad:
+            raise UsageError(
+                "engine.backward(loss): this loss needs no gradient; compute it without no_grad() and detach(), from "
+                "parameters of which at least one requires a gradient"
+            )
+        if not self.coordinator.forwards:
+            raise UsageError(
+                "engine.backward(loss): there was no forward of this engine since the last engine.step(); compute the "
+                "loss with engine(...) first"
+            )
 
     def _drop_accumulation(self) -> None:
         """A backward that raised has added part of a gradient, so that nothing since the last step can be used."""
@@ -148,7 +166,7 @@ class Engine:
         if not self._boundary:
             return
         self._refuse_open_blocks()
-        self.params.drop_all()
+        self.coordinator.new_step()
         norm = grad_norm(self.params.params, self.params.collectives, f"a step with {self.optimizer.described()}")
         scale = clip_scale(norm.value, self.config.gradient_clipping)
         self.optimizer.check_unchanged(scale)
@@ -157,6 +175,9 @@ class Engine:
             self._report_nonfinite(norm.nonfinite)
         self._broken = True  # until the step is whole: taken twice, it would use the same gradient twice
         self._telling(self.optimizer.apply, scale)
+        for zero in self.params.params:
+            if zero.trainable:
+                zero.replaced()
         self.params.refresh_persistent()
         self.reducer.new_step()
         self._broken = self._boundary = False

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from trainer.zero.collectives import Collectives
+from trainer.zero.errors import UsageError
 from trainer.zero.parameter import ZeroParam
 
 
@@ -171,25 +172,37 @@ class GradReducer:
         self._filling: dict[int, _Filling] = {}
         self._next = 0
         """The first bucket that has not left."""
+        self._open = False
+        """Whether the engine runs a backward."""
+        self._arrivals = False
+        """Whether that has given any gradient."""
         self._spare: torch.Tensor | None = None
         """The last matrix that was used up; fresh memory costs a page fault per page."""
         self._buffers = _Accumulators(self._home)
         self.on_reduced: Callable[[Sequence[ZeroParam]], None] = lambda zeros: None
         """Told after each reduction whose gradients it completed, as far as backward has shown."""
+        self.on_stray: Callable[[], None] = lambda: None
+        """Told of a gradient outside the engine's backward, before that is refused."""
         self.late = 0
         """Gradients that came after their bucket had left."""
         for zero in watched:
             with torch._C.DisableTorchFunctionSubclass():
                 zero.param.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
-    @property
-    def idle(self) -> bool:
-        """Whether no gradient waits for `finish`."""
-        return self._next == 0 and not self._filling
+    def begin(self) -> None:
+        """The engine's backward begins; it ends with `finish` or `forget`."""
+        self._open, self._arrivals = True, False
 
     def _arrived(self, param: torch.Tensor) -> None:
         zero: ZeroParam = param._zero  # type: ignore[attr-defined]
         grad, param.grad = param.grad, None
+        if not self._open:
+            self.on_stray()
+            raise UsageError(
+                f"a gradient of parameter {zero.name} came outside its engine's backward; call engine.backward(loss) "
+                "instead of loss.backward(), or torch.autograd.grad for gradients that are not to be trained with"
+            )
+        self._arrivals = True
         if grad is None or zero not in self._home:
             return
         number, entry = self._home[zero]
@@ -227,12 +240,20 @@ class GradReducer:
         if not self._buckets:
             return
         what = "the end of backward"
-        flags = torch.tensor([n in self._filling for n in range(len(self._buckets))], dtype=torch.uint8)
-        everyone = torch.empty(self._collectives.world, len(self._buckets), dtype=torch.uint8)
+        late = [n in self._filling for n in range(len(self._buckets))]
+        flags = torch.tensor([*late, self._arrivals], dtype=torch.uint8)
+        everyone = torch.empty(self._collectives.world, len(flags), dtype=torch.uint8)
         self._collectives.announce(what)
         self._collectives.all_gather(list(everyone), flags, what)
-        for number in everyone.any(dim=0).nonzero().flatten().tolist():
-            self._reduce(number)
+        *late, arrivals = everyone.any(dim=0).tolist()
+        if not arrivals:
+            raise UsageError(
+                "engine.backward(loss) gave no parameter of this engine a gradient, on any rank; pass a loss that was "
+                "computed from what engine(...) returned"
+            )
+        for number, flag in enumerate(late):
+            if flag:
+                self._reduce(number)
 
     def _reduce(self, number: int) -> None:
         matrix = self._of(number).finished()
@@ -260,5 +281,6 @@ class GradReducer:
 
     def forget(self) -> None:
         """Drop what is on its way; after a finished backward, or one that raised."""
+        self._open = False
         self._filling.clear()
         self._next = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trainer.zero.errors import UsageError
 from trainer.zero.parameter import ParamState, ZeroParam
 from trainer.zero.paramset import ParamSet
 from trainer.zero.policy import Policy
@@ -29,6 +30,10 @@ class Call:
     active: bool = False
     inputs_want: bool = False
     """Gradients are enabled and an input wants one."""
+    again: bool = False
+    """Its backward is recorded (create_graph), to be differentiated once more."""
+    seen: dict[ZeroParam, int] = field(default_factory=dict)
+    """`changes` of the parameters it was computed with."""
 
 
 class Coordinator:
@@ -46,6 +51,10 @@ class Coordinator:
         self._active: dict[Call, None] = {}
         self._pinned: list[ZeroParam] = []
         """Held to the end of backward, because nothing will say when their use ends."""
+        self._pinned_before = 0
+        """How many of them the forward that runs now has found."""
+        self.forwards = False
+        """Whether anything that can be differentiated ran since the last step."""
         self._paused = False
         for zero in params.params:
             zero.on_touch = self.touched
@@ -54,6 +63,7 @@ class Coordinator:
     def begin_forward(self, training: bool) -> None:
         """The engine is called. A training pass goes on until `end_pass`, over several forwards if need be."""
         self._pause(not training)
+        self._pinned_before = len(self._pinned)
         if training and not self.in_pass:
             self.in_pass = True
             self.trace.begin()
@@ -62,41 +72,68 @@ class Coordinator:
         """The engine's call returned."""
         self._pause(False)
 
+    def abort_forward(self) -> None:
+        """The engine's call raised. What earlier calls hold for their backward stays."""
+        self._pause(False)
+        while self._frames:
+            self._let_go(self._frames.pop().held)
+        self._let_go(self._pinned[self._pinned_before :])
+        del self._pinned[self._pinned_before :]
+        self.params.drop_idle()
+
     def _pause(self, paused: bool) -> None:
         self._paused = paused
         if self.params.log is not None:
             self.params.log.paused = paused
 
-    def end_pass(self) -> None:
-        """Backward is over: nothing is needed any more."""
-        for call in list(self._active):
-            self.leave_backward(call)
-        self._let_go(self._pinned)
-        self._pinned = []
-        leaked = [zero.name for zero in self.params.params if zero.users]
-        self.params.drop_all()
+    def end_pass(self, more: bool) -> None:
+        """Backward is over. `more`: another one may follow before the step, through the same graph or another."""
+        self.end_backward()
+        if not more:
+            self._unpin()
+        pinned = set(self._pinned)
+        leaked = [zero.name for zero in self.params.params if zero.users and zero not in pinned]
+        self.params.drop_idle()
         if leaked:
             raise AssertionError(f"{leaked[0]} and {len(leaked) - 1} more are still in use after backward")
         if self.in_pass:
             self.trace.end()
             self.in_pass = False
 
+    def end_backward(self) -> None:
+        """No module's backward runs any more."""
+        for call in list(self._active):
+            self.leave_backward(call)
+
+    def new_step(self) -> None:
+        """The parameters are about to change: what was computed with them cannot be differentiated any more."""
+        self._forget_uses()
+        self.forwards = False
+
     def abort(self) -> None:
-        """Something was raised in forward or backward: forget all uses, so that the next pass starts clean."""
-        for call in [*self._frames, *self._active]:
-            # A graph that was retained may come to it again.
-            call.active, call.held = False, []
-        self._frames.clear()
-        self._active.clear()
-        self._pinned = []
+        """Something was raised in backward: forget all uses, so that the next pass starts clean."""
+        self._forget_uses()
         self._pause(False)
-        self.params.drop_all()
         self.in_pass = False
+
+    def _forget_uses(self) -> None:
+        self._frames.clear()
+        self.end_backward()
+        self._unpin()
+        self.params.drop_all()
+
+    def _unpin(self) -> None:
+        """Whatever still refers to pinned values would find nothing there, unannounced: autograd is to refuse it."""
+        pinned, self._pinned = self._pinned, []
+        self._let_go(pinned)
+        for zero in dict.fromkeys(pinned):
+            zero.replaced()
 
     # ---- forward ------------------------------------------------------------------------------------------------
     def enter_forward(self, hooked: HookedModule) -> Call:
         """A module is about to run."""
         call = Call(hooked)
+        self.forwards = self.forwards or torch.is_grad_enabled()
         self._frames.append(call)
         self._acquire(call, backward=False)
         return call
@@ -135,6 +172,7 @@ class Coordinator:
 
     def _lend(self, call: Call, zero: ZeroParam) -> None:
         call.hooked.adopt(zero)
+        call.seen.setdefault(zero, zero.changes)
         if zero not in call.held:
             zero.users += 1
             call.held.append(zero)
@@ -144,17 +182,32 @@ class Coordinator:
     def enter_backward(self, call: Call) -> None:
         """A gradient reached an output of this call."""
         if not call.active:
-            call.active = True
+            self._refuse_stale(call)
+            call.active, call.again = True, torch.is_grad_enabled()
             self._active[call] = None
+            # Where no gradient leaves through an input: at the end of this backward, whoever called it.
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.leave_backward(call))
             self._acquire(call, backward=True)
+
+    def _refuse_stale(self, call: Call) -> None:
+        if self.params.backend is None:
+            raise UsageError(
+                f"backward comes to {call.hooked.name}, but the engine was closed; close it after backward"
+            )
+        for zero, changes in call.seen.items():
+            if zero.changes != changes:
+                raise UsageError(
+                    f"backward comes to {call.hooked.name}, whose parameter {zero.name} has changed since forward (by "
+                    "engine.step() or GatheredParameters) or was given up after an error; run forward again"
+                )
 
     def leave_backward(self, call: Call) -> None:
         """A gradient left through an input of this call, or backward is over."""
         if call.active:
             call.active = False
             del self._active[call]
-            if torch.is_grad_enabled():
-                # Differentiated again later (create_graph), by nodes that no hook announces.
+            if call.again:
+                # Differentiated later by nodes that no hook announces.
                 self._pinned += call.held
             else:
                 self._let_go(call.held)
@@ -167,6 +220,7 @@ class Coordinator:
             return
         for zero in params:
             zero.users += 1
+            call.seen.setdefault(zero, zero.changes)
         call.held = params
         following = self._follow(Event(call.hooked, backward))
         self._ensure(params)

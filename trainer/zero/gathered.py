@@ -118,7 +118,11 @@ class GatheredParameters:
                 full = torch.zeros_like(zero.flat)
                 full[: zero.numel].copy_(zero.param.detach().reshape(-1))
                 together.broadcast(full, source, f"the broadcast of {zero.name}")
-                zero.flat.copy_(full)
+                if not torch.equal(zero.flat.view(torch.uint8), full.view(torch.uint8)):
+                    # Another rank's values, or those of a tensor put into `param.data`. A change in place that this
+                    # rank made itself, autograd has seen.
+                    zero.flat.copy_(full)
+                    zero.replaced()
                 zero.expose()
                 owner.write(zero, zero.piece(together.rank))
             owner.modified(zeros)

@@ -49,6 +49,8 @@ class ZeroParam:
         """Module calls that need it gathered now."""
         self.blocks = 0
         """GatheredParameters blocks it is in."""
+        self.changes = 0
+        """How often its values were replaced, other than by code that autograd can see."""
         self.kept_until = -1
         """Trace position for which the prefetcher counted on it staying gathered."""
         self.shard: SwapShard | None = None
@@ -133,6 +135,12 @@ class ZeroParam:
             self._lay_out(self.shape, self.dtype, self.layout.world)
         self.storage.resize_(0)
         self.state = ParamState.NOT_AVAILABLE
+
+    def replaced(self) -> None:
+        """What was computed with the values so far cannot be differentiated with those that come: have autograd refuse
+        it, as it does after a change in place."""
+        self.changes += 1
+        torch.autograd.graph.increment_version(self.param)
 
     def piece(self, rank: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """Part of one rank's shard within the gathered values."""

@@ -7,8 +7,10 @@ shards and full parameters meet. It decides nothing about when.
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +25,23 @@ _SMALL_BYTES = 64 << 10
 """Shards up to this size share a collective with others."""
 _PACK_BYTES = 4 << 20
 """At most this much of one rank's bytes in a shared collective."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _whatever_the_mode(act: Callable[P, R]) -> Callable[P, R]:
+    """Tensors made inside the caller's inference_mode would be of no use after it."""
+
+    @functools.wraps(act)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return act(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return act(*args, **kwargs)
+
+    return call
 
 
 class ParamSet:
@@ -62,6 +81,7 @@ class ParamSet:
         self.gather([zero for zero in self.params if zero.persistent])
         self.live_numel_max = self.live_numel
 
+    @_whatever_the_mode
     def write(self, zero: ZeroParam, mine: torch.Tensor) -> None:
         """Replace this rank's shard."""
         backend, shard, _ = self._attached(zero)
@@ -71,6 +91,7 @@ class ParamSet:
             slot.tensor.copy_(mine[tile.start : tile.start + tile.numel])
             slot.store()
 
+    @_whatever_the_mode
     def start(self, zero: ZeroParam) -> None:
         """Begin fetching this rank's shard. No collective, so ranks need not agree on when."""
         if zero.state is not ParamState.NOT_AVAILABLE:
@@ -101,6 +122,7 @@ class ParamSet:
         """Parameters whose shards are being fetched."""
         return list(self._inflight)
 
+    @_whatever_the_mode
     def gather(self, wanted: Sequence[ZeroParam]) -> None:
         """Make parameters AVAILABLE. Collective: every rank calls it for the same parameters in the same order."""
         missing = [zero for zero in dict.fromkeys(wanted) if zero.state is not ParamState.AVAILABLE]
@@ -168,21 +190,27 @@ class ParamSet:
             for zero, part in zip(pack, parts, strict=True):
                 zero.piece(other).view(torch.uint8).copy_(part)
 
+    @_whatever_the_mode
     def release(self, zero: ZeroParam) -> None:
         """Drop the full values, whether persistent or not."""
         if zero.state is ParamState.AVAILABLE:
             zero.conceal()
             self.live_numel -= zero.numel
 
-    def drop_all(self) -> None:
-        """Release and cancel everything that is neither persistent nor in a GatheredParameters block; after a pass, or
-        before shards change."""
+    def drop_idle(self) -> None:
+        """Release and cancel everything that is neither persistent nor in use; after a pass."""
         for zero in self.params:
-            zero.users, zero.kept_until = 0, -1
+            zero.kept_until = -1
             if zero.state is ParamState.INFLIGHT:
                 self.cancel(zero)
-            elif not zero.persistent and not zero.blocks:
+            elif not zero.persistent and not zero.blocks and not zero.users:
                 self.release(zero)
+
+    def drop_all(self) -> None:
+        """The same, and no module uses anything; before shards change."""
+        for zero in self.params:
+            zero.users = 0
+        self.drop_idle()
 
     def refresh_persistent(self) -> None:
         """Shards changed: gather the persistent parameters again."""
