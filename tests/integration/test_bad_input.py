@@ -539,7 +539,9 @@ def test_a_daemon_ended_at_any_time_of_its_start_leaves_nothing(number: signal.S
             process.send_signal(number)
         for _, process in started:
             _, errors = process.communicate(timeout=20)
-            assert process.returncode in (0, -number)
-            assert "Traceback" not in errors
+            # A Ctrl-C before our first line is Python's own to tell, with exit code 1.
+            ours = f"{ROOT}/offloadd/" in errors or not errors.rstrip().endswith("KeyboardInterrupt")
+            assert not ours or process.returncode in (0, -number), errors
+            assert not ours or "Traceback" not in errors, errors
         left = {path.suffix for path in Path(directory).rglob("*") if path.is_file() or path.is_socket()}
         assert left <= {".lock", ".sock"}
