@@ -83,7 +83,10 @@ def serve(
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:
-        raise SystemExit(_confess(error, starter, report)) from None
+        # At once, as if killed, which whoever comes after is prepared for: an orderly end would rely on what is broken.
+        code = _confess(error, starter, report)
+        logging.shutdown()
+        os._exit(code)
 
 
 class _Starter:

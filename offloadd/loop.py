@@ -24,11 +24,20 @@ TICK_SECONDS = 0.25
 class PumpLoop:
     """Runs the pump on the event loop."""
 
-    def __init__(self, pump: Pump, engine: Engine, clock: Clock, on_tick: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pump: Pump,
+        engine: Engine,
+        clock: Clock,
+        on_tick: Callable[[], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        """`on_failure`: told of a bug in the pump, which is not stepped any more: nothing is known of its state."""
         self._pump = pump
         self._engine = engine
         self._clock = clock
         self._on_tick = on_tick
+        self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._endpoints: dict[int, RingEndpoint | StreamEndpoint] = {}
         self._scheduled = False
@@ -80,10 +89,17 @@ class PumpLoop:
         self._turn()
 
     def _turn(self) -> None:
-        for _ in range(STEPS_PER_TURN):
-            if not self._pump.step() and self._sleep():
-                self._arm_timer()
-                return
+        try:
+            for _ in range(STEPS_PER_TURN):
+                if not self._pump.step() and self._sleep():
+                    self._arm_timer()
+                    return
+        except Exception as error:
+            self.stop()
+            for session in list(self._endpoints):
+                self.unwatch(session)
+            self._on_failure(error)
+            return
         self.kick()
 
     def _sleep(self) -> bool:

@@ -70,6 +70,8 @@ class Node:
         self._exits = contextlib.AsyncExitStack()
         self._heartbeat = Heartbeat()
         self._stop = asyncio.Event()
+        self.failure: Exception | None = None
+        """A bug that stopped the pump."""
         self._snapshot: Snapshot | None = None
 
     async def start(self) -> None:
@@ -113,7 +115,7 @@ class Node:
         self._registry = Registry(
             config.memory.host_bytes, self._volumes.available_bytes(), config.session.sessions_max, self._clock.now_ns
         )
-        self._loop = PumpLoop(self._pump, self._engine, self._clock, self._tick)
+        self._loop = PumpLoop(self._pump, self._engine, self._clock, self._tick, self._pump_failed)
         wake.append(self._loop.kick_threadsafe)
         self._lifecycle = Lifecycle(
             self._registry,
@@ -251,6 +253,12 @@ class Node:
             if self._clock.now_ns() - self._lifecycle.idle_since_ns >= patience * 1e9:
                 log.info("no session for %g s: this private daemon ends", patience)
                 return
+        if self.failure is not None:
+            raise self.failure
+
+    def _pump_failed(self, error: Exception) -> None:
+        self.failure = error
+        self._stop.set()
 
     def _starter_ended(self) -> bool:
         """Nobody else may know of this daemon before its first session."""
@@ -343,5 +351,6 @@ async def run(config: Config, ready: Callable[[], bool], starter_fd: int = -1) -
         await node.serve()
         await node.drain()
     finally:
-        await node.close()
+        if node.failure is None:
+            await node.close()
     log.info("stopped")

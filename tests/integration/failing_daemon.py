@@ -1,5 +1,5 @@
-"""`python failing_daemon.py serve ...`: the daemon, with a bug in what FAIL_AT names, `start` or `serve`. The latter
-shows at SIGUSR1."""
+"""`python failing_daemon.py serve ...`: the daemon, with a bug in what FAIL_AT names: `start`, or `serve` or `step`,
+where it shows at SIGUSR1."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from offloadd import app, guardian
 def _watch(directory: str, descriptor: int) -> int:
     report = guard(directory, descriptor)
     from offloadd import node  # as the daemon does: not before the guardian is forked
+    from offloadd.pump import Pump
 
     async def fail(self: node.Node) -> None:
         if at == "serve":
@@ -21,8 +22,17 @@ def _watch(directory: str, descriptor: int) -> int:
             await told.wait()
         raise ZeroDivisionError("a bug\nof two lines")
 
-    at = os.environ["FAIL_AT"]
-    setattr(node.Node, at, fail)
+    def fail_a_step(self: Pump) -> bool:
+        if armed:
+            raise ZeroDivisionError("a bug\nof two lines")
+        return step(self)
+
+    at, armed, step = os.environ["FAIL_AT"], [], Pump.step
+    if at == "step":
+        signal.signal(signal.SIGUSR1, lambda number, frame: armed.append(number))
+        Pump.step = fail_a_step  # type: ignore[method-assign]
+    else:
+        setattr(node.Node, at, fail)
     return report
 
 

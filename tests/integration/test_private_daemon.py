@@ -113,11 +113,12 @@ def locked(directory: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize("at", ["serve", "step"])
 def test_ended_by_a_bug_its_log_says_which_until_the_next_start(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     with monkeypatch.context() as now:
-        failing(tmp_path, now, "serve")
+        failing(tmp_path, now, at)
         daemon = begin(tmp_path)
     session = connect(daemon.endpoint, timeout_s=20)
     session.reserve(tile_bytes=256 << 10)
