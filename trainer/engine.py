@@ -108,6 +108,7 @@ class Engine:
                 f"{self.batch.accumulation} micro-steps have been accumulated; call engine.step() before the next"
             )
         if self.micro_steps % self.batch.accumulation == 0:
+            self._refuse_changed_model()
             # From here on gradients are written, which the last step's updates read. A step as the backends see it
             # lasts from here to the next time.
             self._telling(self.optimizer.drain)
@@ -127,6 +128,24 @@ class Engine:
         self._boundary = self.micro_steps % self.batch.accumulation == 0
         self.coordinator.end_pass(more=retain_graph or not self._boundary)
         return scaled
+
+    def _refuse_changed_model(self) -> None:
+        """What came to the model after `initialize` would not be trained, or be trained although it should not."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self.module.named_parameters():
+                zero = getattr(param, "_zero", None)
+                if param.requires_grad and (zero is None or zero.owner is not self.params):
+                    raise UsageError(
+                        f"parameter {name} was added or replaced after trainer.initialize and would not be trained; "
+                        "build the model first, and change values inside GatheredParameters(param, modifier_rank=0)"
+                    )
+            for zero in self.params.params:
+                if zero.param.requires_grad != zero.differentiable and (zero.trainable or not zero.differentiable):
+                    raise UsageError(
+                        f"requires_grad of parameter {zero.name} was {zero.differentiable} in trainer.initialize and "
+                        f"is {zero.param.requires_grad} now; set it before, or give the parameter a group of its own "
+                        "whose lr can be 0"
+                    )
 
     def _refuse_loss(self, loss: torch.Tensor) -> None:
         """What could only fail half-way, or give gradients that are not those of this engine's model."""

@@ -138,14 +138,14 @@ class _Accumulators:
     """`zero.grad_shard` of all parameters: this rank's flat buffers."""
 
     def __init__(self, zeros: Iterable[ZeroParam]) -> None:
-        self._fresh = dict.fromkeys(zeros, True)
-        """Whether a buffer still holds the last step's gradient."""
+        self._zeros = list(zeros)
 
     def add(self, zero: ZeroParam, grad: torch.Tensor | None) -> None:
         """`grad` is this rank's shard of a gradient, with or without its padding; None stands for zeros."""
         if zero.grad_shard is None:
             raise AssertionError(f"{zero.name} has no accumulation buffer")
-        fresh, self._fresh[zero] = self._fresh[zero], False
+        # What a buffer holds at first is the last step's.
+        fresh, zero.accumulated = not zero.accumulated, True
         numel = 0 if grad is None else grad.numel()
         if grad is not None:
             mine = zero.grad_shard[:numel]
@@ -155,7 +155,8 @@ class _Accumulators:
 
     def new_step(self) -> None:
         """What was accumulated was used: the next gradients replace it."""
-        self._fresh = dict.fromkeys(self._fresh, True)
+        for zero in self._zeros:
+            zero.accumulated = False
 
 
 class GradReducer:
@@ -195,7 +196,8 @@ class GradReducer:
 
     def _arrived(self, param: torch.Tensor) -> None:
         zero: ZeroParam = param._zero  # type: ignore[attr-defined]
-        grad, param.grad = param.grad, None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, param.grad = param.grad, None
         if not self._open:
             self.on_stray()
             raise UsageError(

@@ -254,3 +254,4 @@ class Coordinator:
             zero.users -= 1
             if zero.users == 0 and not zero.blocks and not self.policy.keep(self.trace, zero, self.params.live_numel):
                 self.params.release(zero)
+            zero.idle()

@@ -1,7 +1,8 @@
 """GatheredParameters: the full values of some parameters, for a block of code outside forward.
 
 Used by training scripts. Collective: all ranks enter it with the same parameters. Changes are kept when
-`modifier_rank` says whose; a change without it is an error rather than a silent loss.
+`modifier_rank` says whose; a change without it is an error rather than a silent loss, for which the values are
+checksummed at both ends of the block.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Gatherer(Protocol):
     def release(self, zero: ZeroParam) -> None:
         """Drop full values."""
 
+    def idle(self, zero: ZeroParam) -> None:
+        """No block uses it now."""
+
     def write(self, zero: ZeroParam, mine: torch.Tensor) -> None:
         """Replace this rank's shard."""
 
@@ -43,7 +47,8 @@ class Gatherer(Protocol):
 class GatheredParameters:
     """`with GatheredParameters(params, modifier_rank=None):` the parameters are whole inside. With a modifier rank, its
     values are broadcast at the end and every rank keeps its shard of them. Parameters that are not sharded are left
-    alone. Blocks may nest; the outermost one for a parameter releases it."""
+    alone. Blocks may nest; the outermost one for a parameter releases it. A tensor that was taken of a parameter
+    inside, as `state_dict()` does, keeps the values that it shows at the end."""
 
     def __init__(
         self,
@@ -59,7 +64,8 @@ class GatheredParameters:
         self._zeros: list[ZeroParam] = list(dict.fromkeys(zero for zero in zeros if zero is not None))
         self._modifier = modifier_rank
         self._opened: list[ZeroParam] = []
-        self._versions: dict[ZeroParam, int] = {}
+        self._fingerprints: dict[ZeroParam, int] = {}
+        """Of what must not change: everything, where there is no modifier rank."""
         self._before: dict[ZeroParam, torch.Tensor] = {}
         """Values of what was gathered already and stays so: to be put back without the other ranks, who may not know of
         this one's error."""
@@ -73,7 +79,8 @@ class GatheredParameters:
             if zero not in self._opened and not zero.blocks:
                 self._before[zero] = zero.flat.clone()
             zero.blocks += 1
-            self._versions[zero] = zero.param._version
+            if self._modifier is None:
+                self._fingerprints[zero] = zero.fingerprint()
         return self
 
     @user_facing
@@ -82,7 +89,7 @@ class GatheredParameters:
     ) -> None:
         for zero in self._zeros:
             zero.blocks -= 1
-        changed = [zero for zero in self._zeros if self._changed(zero)]
+        changed = [z for z, before in self._fingerprints.items() if z.fingerprint() not in (before, z.kept)]
         kept = False
         try:
             if kind is None and self._modifier is not None:
@@ -124,22 +131,22 @@ class GatheredParameters:
                     zero.flat.copy_(full)
                     zero.replaced()
                 zero.expose()
+                zero.kept = zero.fingerprint() if zero.blocks else None
                 owner.write(zero, zero.piece(together.rank))
             owner.modified(zeros)
 
-    def _changed(self, zero: ZeroParam) -> bool:
-        before = self._before.get(zero)
-        replaced = zero.param.data_ptr() != zero.flat.data_ptr() or zero.param.shape != zero.shape
-        unlike = before is not None and not torch.equal(zero.flat.view(torch.uint8), before.view(torch.uint8))
-        return replaced or unlike or zero.param._version != self._versions[zero]
-
     def _restore(self, owner: Gatherer, zeros: list[ZeroParam], kept: bool) -> None:
         for zero in zeros:
-            if zero in self._opened and zero.users == 0 and zero.blocks == 0:
-                owner.release(zero)
-            elif not kept and zero in self._before:
+            if not kept and zero in self._before:
                 zero.flat.copy_(self._before[zero])
                 zero.expose()
+            if zero.blocks == 0:
+                zero.kept = None
+                if zero.in_place and zero.lent:
+                    zero.renew(zero.param.detach())  # Who took a tensor of it keeps the old storage.
+                if zero in self._opened and zero.users == 0:
+                    owner.release(zero)
+                owner.idle(zero)
 
     def _by_owner(self) -> list[tuple[Gatherer, list[ZeroParam]]]:
         groups: dict[int, tuple[Gatherer, list[ZeroParam]]] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,8 +22,28 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.zero import walk
 from trainer.zero.coordinator import Call, Coordinator
+from trainer.zero.errors import UsageError
 from trainer.zero.parameter import ZeroParam
 from trainer.zero.trace import HookedModule
+
+
+class _Hook:
+    """A hook in a module. A deep copy of the module has it too, and is none of the engine's business."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return self._act(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a model cannot be pickled while an engine trains it; save its state_dict(), taken inside "
+            "`with trainer.zero.GatheredParameters(model):`"
+        )
 
 
 class ModelHooks:
@@ -44,15 +64,16 @@ class ModelHooks:
         self._handles.clear()
 
     def _install(self, hooked: HookedModule) -> None:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._before(hooked, args, kwargs)
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._before(hooked, args, kwargs) if module is hooked.module else None
 
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._after(hooked, output)
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if module is hooked.module:
+                self._after(hooked, output)
 
         # First of the pre-hooks and, called even when forward raises, last of the others: a user's hooks see values.
-        self._handles.append(hooked.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(hooked.module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles.append(hooked.module.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True))
+        self._handles.append(hooked.module.register_forward_hook(_Hook(after), with_kwargs=True, always_call=True))
 
     def _before(self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._coordinator.enter_forward(hooked)

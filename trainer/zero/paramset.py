@@ -18,6 +18,7 @@ from torch import nn
 from trainer.config import ConfigError
 from trainer.swap.accesslog import AccessLog
 from trainer.swap.backend import SwapBackend, SwapError, SwapShard, SwapSpec, Tile
+from trainer.zero import stub
 from trainer.zero.collectives import Collectives
 from trainer.zero.parameter import ParamState, ZeroParam
 
@@ -78,7 +79,7 @@ class ParamSet:
                 raise AssertionError(f"{zero.name} was not partitioned before it got a backend")
             self.write(zero, zero.resting)
             zero.resting = None
-        self.gather([zero for zero in self.params if zero.persistent])
+        self.refresh_persistent()
         self.live_numel_max = self.live_numel
 
     @_whatever_the_mode
@@ -126,6 +127,9 @@ class ParamSet:
     def gather(self, wanted: Sequence[ZeroParam]) -> None:
         """Make parameters AVAILABLE. Collective: every rank calls it for the same parameters in the same order."""
         missing = [zero for zero in dict.fromkeys(wanted) if zero.state is not ParamState.AVAILABLE]
+        for zero in wanted:
+            if zero.state is ParamState.AVAILABLE:
+                stub.reveal(zero.param)
         if not missing:
             return
         try:
@@ -203,7 +207,9 @@ class ParamSet:
             zero.kept_until = -1
             if zero.state is ParamState.INFLIGHT:
                 self.cancel(zero)
-            elif not zero.persistent and not zero.blocks and not zero.users:
+            elif zero.persistent:
+                zero.idle()
+            elif not zero.blocks and not zero.users:
                 self.release(zero)
 
     def drop_all(self) -> None:
@@ -218,6 +224,12 @@ class ParamSet:
         for zero in persistent:
             self.release(zero)
         self.gather(persistent)
+        for zero in persistent:
+            zero.idle()
+
+    def idle(self, zero: ZeroParam) -> None:
+        """No module or block uses it now, although it may stay gathered."""
+        zero.idle()
 
     def modified(self, params: Sequence[ZeroParam]) -> None:
         """Shards were replaced from outside."""
@@ -290,6 +302,7 @@ def collect(model: nn.Module, world: int, dtype: torch.dtype | None) -> list[Zer
             raise ConfigError(f"{name} belongs to another engine; build the model anew")
         elif dtype is not None and zero.dtype.is_floating_point and zero.dtype != dtype:
             raise ConfigError(f"{name} was partitioned as {zero.dtype}; give zero.Init the configuration with bf16")
-        zero.name, zero.aliases, zero.trainable = name, (name,), param.requires_grad
+        zero.name, zero.aliases = name, (name,)
+        zero.trainable = zero.differentiable = param.requires_grad
         found[id(param)] = zero
     return list(found.values())

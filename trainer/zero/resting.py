@@ -55,6 +55,9 @@ class RestingParams:
         if zero.state is ParamState.AVAILABLE:
             zero.conceal()
 
+    def idle(self, zero: ZeroParam) -> None:
+        """A constructor may go on using it."""
+
     def write(self, zero: ZeroParam, mine: torch.Tensor) -> None:
         """Replace the shard at rest."""
         _resting(zero).copy_(mine)
@@ -163,16 +166,16 @@ class RestingParams:
         candidates = [zero for zero in self._open if zero not in operands and not zero.blocks]
         if not candidates:
             return
-        idle = self.collectives.exchange([not _lent(zero) for zero in candidates], "the parameters no longer in use")
+        idle = self.collectives.exchange([not zero.lent for zero in candidates], "the parameters no longer in use")
         for number, zero in enumerate(candidates):
             if all(theirs[number] for theirs in idle):
                 self._settle(zero)
 
     def _settle(self, zero: ZeroParam) -> None:
         del self._open[zero]
-        if not _in_place(zero):
+        if not zero.in_place:
             zero.renew(zero.param.detach())
-        elif _lent(zero):
+        elif zero.lent:
             self._lent.append((weakref.ref(zero), StorageWeakRef(zero.storage)))  # type: ignore[no-untyped-call]
             zero.renew(zero.param.detach())
         self.collectives.announce(
@@ -185,25 +188,3 @@ def _resting(zero: ZeroParam) -> torch.Tensor:
     if zero.resting is None:
         raise AssertionError(f"{zero.name} has no shard at rest")
     return zero.resting
-
-
-def _in_place(zero: ZeroParam) -> bool:
-    """Whether the parameter still shows the flat buffer, and not what a constructor put into `param.data`."""
-    values = zero.param.detach()
-    same = (values.shape, values.dtype, values.data_ptr()) == (zero.shape, zero.dtype, zero.flat.data_ptr())
-    return same and values.is_contiguous()
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_flat = torch.zeros(1)
-_shown = _flat.view(1)
-_OURS = _holders(_flat)
-"""Holders of a storage that only the flat buffer and the parameter that shows it use."""
-
-
-def _lent(zero: ZeroParam) -> bool:
-    """Whether another tensor is over the gathered values."""
-    return _holders(zero.flat) > _OURS

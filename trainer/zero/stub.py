@@ -1,7 +1,9 @@
 """What a Parameter is while its values are elsewhere: same object, another class that answers only for metadata.
 
-Switched by `ZeroParam`. Reading shape, dtype or grad works and gives the logical answer. Any use of the values goes to
-the parameter's owner, which either gathers it (inside a hooked forward) or raises `ParameterNotGathered`.
+Switched by `ZeroParam`. Reading shape or dtype works and gives the logical answer. Any use of the values goes to the
+parameter's owner, which either gathers it (inside a hooked forward) or raises `ParameterNotGathered`. A parameter that
+stays gathered is a stub too while nobody uses it: a change of its values would be lost, and a script that works with a
+small model should work with a large one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.boundary import user_facing
-from trainer.zero.errors import ParameterNotGathered
+from trainer.zero.errors import ParameterNotGathered, UsageError
 
 if TYPE_CHECKING:
     from trainer.zero.parameter import ZeroParam
@@ -44,6 +46,8 @@ _METADATA: set[_Function] = {
 }
 _METADATA |= _slots("__get__", *_READABLE)
 _METADATA |= _slots("__set__", "requires_grad", "grad", "_backward_hooks")
+_READS_GRAD = _slots("__get__", "grad")
+_SETS_GRAD = _slots("__set__", "grad")
 _METADATA |= _slots("__delete__", "grad")
 
 _LOGICAL: dict[_Function, Callable[..., Any]] = {
@@ -65,17 +69,37 @@ def _dispatch(func: _Function, types: Any, args: tuple[Any, ...] = (), kwargs: d
     kwargs = kwargs or {}
     if func in _LOGICAL:
         return _LOGICAL[func](args[0]._zero.shape, *args[1:], **kwargs)
+    if func is torch.Tensor.__format__ and args[1] == "":
+        return str(args[0])
     if func is torch.Tensor.__repr__:
         zero = args[0]._zero
         return f"Parameter({zero.name}, shape={tuple(zero.shape)}, dtype={zero.dtype}, {zero.state.name})"
+    if func in _READS_GRAD and args[0]._zero.accumulated:
+        raise UsageError(
+            f"the gradient of parameter {args[0]._zero.name} is accumulated in shards until engine.step(), and neither "
+            ".grad nor GatheredParameters has it; set gradient_clipping in the configuration to clip it, read its norm "
+            "from engine.get_global_grad_norm(), or take it with torch.autograd.grad"
+        )
+    if func in _SETS_GRAD and args[1] is not None:
+        raise UsageError(
+            f"the gradient of parameter {args[0]._zero.name} comes from engine.backward(loss), in shards, and cannot "
+            "be set, in GatheredParameters neither; change it in a hook (param.register_hook) or change the loss"
+        )
     if func not in _METADATA:
-        name = getattr(func, "__name__", str(func))
+        name = _spoken(func)
         operands = list(_operands((args, kwargs)))
         for zero in operands:
             if is_stub(zero.param):
                 zero.touched(name, operands)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _spoken(func: _Function) -> str:
+    """The operation as scripts write it."""
+    name = getattr(func, "__name__", str(func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return {"__get__": f"reading .{attribute}", "__set__": f"setting .{attribute}"}.get(name, name)
 
 
 def _operands(tree: Any) -> Iterator[ZeroParam]:
@@ -103,13 +127,25 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
     return memo[id(param)]
 
 
+def _refused(name: str) -> _Function:
+    """For the methods that torch does not send through `__torch_function__`."""
+
+    @user_facing
+    def method(param: Any, *args: Any, **kwargs: Any) -> Any:
+        param._zero.touched(name, [param._zero])
+        return getattr(param, name)(*args, **kwargs)
+
+    return method
+
+
 _NAME = "ShardedParameter"
+_UNDISPATCHED = ("set_",)
 
 
 @functools.cache
 def _stub_class(original: type[torch.Tensor]) -> type[torch.Tensor]:
     body = {"__torch_function__": staticmethod(_dispatch), "__deepcopy__": _deepcopy, "_unsharded_class": original}
-    return type(_NAME, (original,), body)
+    return type(_NAME, (original,), body | {name: _refused(name) for name in _UNDISPATCHED})
 
 
 def is_stub(param: torch.Tensor) -> bool:

@@ -56,6 +56,9 @@ def test_gradients_do_not_stay_in_the_parameters() -> None:
     model = nn.Linear(4, 2)
     with engine_of(model) as engine:
         engine.backward(engine(X).sum())
+        with trainer.zero.GatheredParameters(model):
+            assert all(param.grad is None for param in model.parameters())
+        engine.step()
         assert all(param.grad is None for param in model.parameters())
 
 

@@ -33,7 +33,8 @@ def test_changes_to_a_parameter_that_stays_gathered_do_not_stay_either() -> None
     with engine_of(model, {"stage3_param_persistence_threshold": 100}):
         with pytest.raises(RuntimeError, match="modifier_rank=0"), GatheredParameters(model.weight), torch.no_grad():
             model.weight.fill_(3.0)
-        assert 3.0 not in model.weight.flatten().tolist()
+        with GatheredParameters(model):
+            assert 3.0 not in model.weight.flatten().tolist()
 
 
 def test_blocks_nest_and_the_outermost_releases() -> None:
